@@ -1,0 +1,336 @@
+"""The one schema: every option of every command is a field here, and nowhere else.
+
+A run is described by one YAML file plus `--set section.key=value` overrides. `load_config` validates both before any work is done
+and remembers where each value came from (`file`, `--set`, `default`), which `--plan` prints. Unknown keys, wrong types and
+combinations that cannot work raise `ConfigError` naming the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dflash_mp.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+
+
+class TargetConfig(_Section):
+    """The frozen model whose decoding the drafter will speed up."""
+
+    path: str = Field(description="Hugging Face directory, hub id, or a .gguf file")
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on a CPU, bfloat16 on CUDA"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="transformers' attention implementation"
+    )
+    taps: int = Field(5, ge=1, description="number of tapped layers when layer_ids is not given")
+    layer_ids: list[int] | None = Field(
+        None, description="tapped decoder layers, 0-based; default: the method's formula"
+    )
+    mask_token: str | int | None = Field(
+        None, description="mask token (text or id); default: the tokenizer's, or a known spare one"
+    )
+    trust_remote_code: bool = Field(False, description="run the target's own Python code from its repository")
+
+
+class SourceConfig(_Section):
+    """One source of documents."""
+
+    path: str = Field(
+        description=".jsonl, .jsonl.gz, .parquet, a directory of those, or hf:NAME for a Hugging Face data set"
+    )
+    subset: str | None = Field(None, description="Hugging Face data set: configuration name")
+    split: str = Field("train", description="Hugging Face data set: split")
+    format: Literal["auto", "messages", "sharegpt", "pairs", "text"] = Field(
+        "auto", description="shape of a record"
+    )
+    limit: int | None = Field(None, ge=1, description="use the first N records only")
+
+
+class DataConfig(_Section):
+    """The prepared dataset and how `dflash-mp prepare` makes it."""
+
+    path: Path = Field(description="directory of the prepared dataset")
+    sources: list[SourceConfig] = Field(default_factory=list, description="documents to prepare")
+    row_tokens: int = Field(2048, ge=32, description="tokens of a row; documents are packed into rows")
+    max_document_tokens: int | None = Field(
+        None, ge=16, description="cut documents here; default: row_tokens"
+    )
+    min_supervised_tokens: int = Field(32, ge=2, description="drop documents with fewer supervised tokens")
+    held_out: float = Field(0.02, ge=0.0, lt=1.0, description="share of documents kept apart for evaluation")
+    thinking: Literal["default", "on", "off"] = Field(
+        "default", description="enable_thinking given to the chat template"
+    )
+    shard_tokens: int = Field(
+        1 << 24, ge=1024, description="tokens per shard file; bounds the memory of prepare"
+    )
+
+    @model_validator(mode="after")
+    def _documents_fit(self) -> DataConfig:
+        if self.max_document_tokens is not None and self.max_document_tokens > self.row_tokens:
+            raise ValueError(
+                f"max_document_tokens ({self.max_document_tokens}) exceeds row_tokens ({self.row_tokens}): a document must fit a row"
+            )
+        return self
+
+
+class FeedConfig(_Section):
+    """The feeders: processes that run the target and serve rows."""
+
+    count: int = Field(1, ge=1, description="feeders that `run` starts when no endpoints are given")
+    endpoints: list[str] = Field(
+        default_factory=list, description="ipc:// or tcp:// addresses, one per feeder; default: ipc, by run"
+    )
+    devices: list[str] = Field(
+        default_factory=list, description="device of each feeder; default: target.device for all"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
+    stats_seconds: float = Field(10.0, gt=0, description="seconds between a feeder's status lines")
+
+
+class StreamConfig(_Section):
+    """How a drafter takes rows from feeders. Sizes in MiB, times in seconds."""
+
+    window_mib: float = Field(256, gt=0, description="bytes of rows held or asked for ahead, per rank")
+    connect_seconds: float = Field(120, gt=0, description="longest wait for a feeder at start-up")
+    row_seconds: float = Field(300, gt=0, description="longest wait for one row before the rank gives up")
+    silent_seconds: float = Field(
+        15, gt=0, description="a feeder that answers nothing for so long is taken for dead"
+    )
+
+
+class DrafterConfig(_Section):
+    """Shape of the drafter. What is left out is taken from the target."""
+
+    layers: int = Field(5, ge=1, description="decoder layers")
+    block_size: int = Field(16, ge=2, description="tokens of a block, the anchor included")
+    intermediate_size: int | None = Field(None, ge=1, description="MLP width")
+    heads: int | None = Field(None, ge=1, description="attention heads")
+    kv_heads: int | None = Field(None, ge=1, description="key/value heads")
+    head_dim: int | None = Field(None, ge=2, description="size of a head")
+    init: str | None = Field(None, description="exported drafter to start from (directory)")
+
+
+class TrainConfig(_Section):
+    """The optimisation."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    rows_per_step: int = Field(
+        8, ge=1, description="rows of an optimizer step over all ranks (the global batch)"
+    )
+    micro_batch_rows: int = Field(1, ge=1, description="rows in one forward pass of a rank")
+    anchors_per_row: int = Field(512, ge=1, description="blocks trained in each row")
+    loss_gamma: float | None = Field(
+        None, gt=0, description="decay of the loss over slots; default by block size: 16→7, 10→5, 8→4"
+    )
+    learning_rate: float = Field(6e-4, gt=0, description="peak")
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate over peak")
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine", description="after the warm-up: cosine, or stable then a cosine decay"
+    )
+    warmup_ratio: float = Field(0.04, ge=0, lt=1, description="share of steps spent warming up")
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of steps spent decaying")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    eps: float = Field(1e-8, gt=0, description="AdamW")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="compute; masters are fp32. auto: fp32 on a CPU, bf16 on CUDA"
+    )
+    attention: Literal["auto", "flex", "sdpa"] = Field(
+        "auto", description="auto: flex on CUDA, sdpa on a CPU"
+    )
+    compile: bool | None = Field(
+        None, description="torch.compile the drafter's layers; default: on CUDA only"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute layers in the backward pass to save memory"
+    )
+    deterministic: bool = Field(False, description="deterministic kernels on CUDA")
+    device: str = Field("auto", description="auto, cpu or cuda; a rank uses cuda:LOCAL_RANK")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank; default: cores over local ranks"
+    )
+    checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept")
+    log_every: int = Field(10, ge=1, description="steps between log lines")
+    held_out_every: int = Field(200, ge=0, description="steps between held-out losses; 0: only at the end")
+    held_out_rows: int = Field(16, ge=0, description="held-out rows in each of those")
+    drafters: int = Field(1, ge=1, description="drafter processes that `run` starts on this machine")
+
+
+class EvalConfig(_Section):
+    """Speculative decoding with the trained drafter."""
+
+    prompts: list[str] = Field(
+        default_factory=list, description="JSONL files of prompts; default: the held-out share"
+    )
+    limit: int = Field(32, ge=1, description="prompts per data set")
+    max_new_tokens: int = Field(256, ge=1)
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: off")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+
+
+class RunConfig(_Section):
+    """Everything about a run."""
+
+    run_dir: Path = Field(description="logs, metrics and checkpoints of the run")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="order of rows, anchors and initial weights")
+    target: TargetConfig
+    data: DataConfig
+    feed: FeedConfig = FeedConfig()
+    stream: StreamConfig = StreamConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        if self.drafter.block_size > self.data.row_tokens:
+            raise ValueError(
+                f"drafter.block_size ({self.drafter.block_size}) exceeds data.row_tokens ({self.data.row_tokens}): no block fits a row"
+            )
+        if self.feed.endpoints and self.feed.devices and len(self.feed.devices) != len(self.feed.endpoints):
+            raise ValueError(
+                f"feed.devices names {len(self.feed.devices)} devices for {len(self.feed.endpoints)} feed.endpoints; give one each"
+            )
+        return self
+
+    def feeder_endpoints(self) -> list[str]:
+        """Addresses of the feeders: `feed.endpoints`, or one ipc socket per feeder in a directory of this user and run."""
+        if self.feed.endpoints:
+            return list(self.feed.endpoints)
+        base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/dflash-mp-{os.getuid()}"
+        run = hashlib.sha256(str(self.run_dir.absolute()).encode()).hexdigest()[:12]
+        return [f"ipc://{base}/dflash-mp-{run}/feeder-{i}.sock" for i in range(self.feed.count)]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A validated configuration and the source (`file`, `--set` or `default`) of each dotted key."""
+
+    config: RunConfig
+    sources: dict[str, str]
+    file: Path
+
+
+def load_config(file: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read `file`, apply `overrides` ("section.key=value", the value in YAML), validate.
+
+    Relative paths in the file are taken from the current directory. Raises `ConfigError`.
+    """
+    tree = _read_yaml(file)
+    given = {key: "file" for key in _leaves(tree)}
+    for text in overrides:
+        key, value = _parse_override(text)
+        _put(tree, key, value)
+        given = {k: s for k, s in given.items() if k != key and not k.startswith(key + ".")}
+        given.update({k: "--set" for k in (_leaves({key: value}) if isinstance(value, dict) else [key])})
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(
+            _explain(error, file), "see `dflash-mp run --plan` and docs/guide.md for every key"
+        ) from None
+    resolved = list(_leaves(config.model_dump(mode="json")))
+    return LoadedConfig(config, {key: _source_of(key, given) for key in resolved}, file)
+
+
+def describe_config(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, value as text, source) of every option, in the schema's order."""
+    tree = loaded.config.model_dump(mode="json")
+    for key in _leaves(tree):
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        yield (
+            key,
+            yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip(),
+            loaded.sources[key],
+        )
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {file}: {error.strerror}", "check the path given with --config"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}", "fix the file at the place named") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} is empty or not a mapping of sections", "start from a file in configs/")
+    return tree
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(
+            f"--set {text!r} is not of the form section.key=value", "for example --set train.steps=100"
+        )
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"--set {key}: the value {value!r} is not valid YAML: {error}", "quote it"
+        ) from None
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"--set {key}: {parent!r} is a value, not a section", "check the key's spelling"
+            )
+        tree = child
+    tree[last] = value
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _source_of(key: str, given: dict[str, str]) -> str:
+    parts = key.split(".")
+    return next(
+        (given[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in given), "default"
+    )
+
+
+def _explain(error: ValidationError, file: Path) -> str:
+    problems = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "configuration"
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{key}: unknown key")
+        elif item["type"] == "missing":
+            problems.append(f"{key}: required, but not given")
+        else:
+            got = "" if isinstance(item["input"], dict) else f" (got {item['input']!r})"
+            problems.append(
+                f"{key}: {item['msg'].removeprefix('Value error, ')}{got if key != 'configuration' else ''}"
+            )
+    return f"{file}: " + "; ".join(problems)
