@@ -54,9 +54,7 @@ class SourceConfig(_Section):
     )
     subset: str | None = Field(None, description="Hugging Face data set: configuration name")
     split: str = Field("train", description="Hugging Face data set: split")
-    format: Literal["auto", "messages", "sharegpt", "pairs", "text"] = Field(
-        "auto", description="shape of a record"
-    )
+    format: Literal["auto", "messages", "sharegpt", "pairs", "text"] = Field("auto", description="shape of a record")
     limit: int | None = Field(None, ge=1, description="use the first N records only")
 
 
@@ -66,17 +64,13 @@ class DataConfig(_Section):
     path: Path = Field(description="directory of the prepared dataset")
     sources: list[SourceConfig] = Field(default_factory=list, description="documents to prepare")
     row_tokens: int = Field(2048, ge=32, description="tokens of a row; documents are packed into rows")
-    max_document_tokens: int | None = Field(
-        None, ge=16, description="cut documents here; default: row_tokens"
-    )
+    max_document_tokens: int | None = Field(None, ge=16, description="cut documents here; default: row_tokens")
     min_supervised_tokens: int = Field(32, ge=2, description="drop documents with fewer supervised tokens")
     held_out: float = Field(0.02, ge=0.0, lt=1.0, description="share of documents kept apart for evaluation")
     thinking: Literal["default", "on", "off"] = Field(
         "default", description="enable_thinking given to the chat template"
     )
-    shard_tokens: int = Field(
-        1 << 24, ge=1024, description="tokens per shard file; bounds the memory of prepare"
-    )
+    shard_tokens: int = Field(1 << 24, ge=1024, description="tokens per shard file; bounds the memory of prepare")
 
     @model_validator(mode="after")
     def _documents_fit(self) -> DataConfig:
@@ -107,9 +101,7 @@ class StreamConfig(_Section):
     window_mib: float = Field(256, gt=0, description="bytes of rows held or asked for ahead, per rank")
     connect_seconds: float = Field(120, gt=0, description="longest wait for a feeder at start-up")
     row_seconds: float = Field(300, gt=0, description="longest wait for one row before the rank gives up")
-    silent_seconds: float = Field(
-        15, gt=0, description="a feeder that answers nothing for so long is taken for dead"
-    )
+    silent_seconds: float = Field(15, gt=0, description="a feeder that answers nothing for so long is taken for dead")
 
 
 class DrafterConfig(_Section):
@@ -128,9 +120,7 @@ class TrainConfig(_Section):
     """The optimisation."""
 
     steps: int = Field(ge=1, description="optimizer steps")
-    rows_per_step: int = Field(
-        8, ge=1, description="rows of an optimizer step over all ranks (the global batch)"
-    )
+    rows_per_step: int = Field(8, ge=1, description="rows of an optimizer step over all ranks (the global batch)")
     micro_batch_rows: int = Field(1, ge=1, description="rows in one forward pass of a rank")
     anchors_per_row: int = Field(512, ge=1, description="blocks trained in each row")
     loss_gamma: float | None = Field(
@@ -150,20 +140,12 @@ class TrainConfig(_Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="compute; masters are fp32. auto: fp32 on a CPU, bf16 on CUDA"
     )
-    attention: Literal["auto", "flex", "sdpa"] = Field(
-        "auto", description="auto: flex on CUDA, sdpa on a CPU"
-    )
-    compile: bool | None = Field(
-        None, description="torch.compile the drafter's layers; default: on CUDA only"
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute layers in the backward pass to save memory"
-    )
+    attention: Literal["auto", "flex", "sdpa"] = Field("auto", description="auto: flex on CUDA, sdpa on a CPU")
+    compile: bool | None = Field(None, description="torch.compile the drafter's layers; default: on CUDA only")
+    gradient_checkpointing: bool = Field(False, description="recompute layers in the backward pass to save memory")
     deterministic: bool = Field(False, description="deterministic kernels on CUDA")
     device: str = Field("auto", description="auto, cpu or cuda; a rank uses cuda:LOCAL_RANK")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: cores over local ranks"
-    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: cores over local ranks")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept")
     log_every: int = Field(10, ge=1, description="steps between log lines")
@@ -175,9 +157,7 @@ class TrainConfig(_Section):
 class EvalConfig(_Section):
     """Speculative decoding with the trained drafter."""
 
-    prompts: list[str] = Field(
-        default_factory=list, description="JSONL files of prompts; default: the held-out share"
-    )
+    prompts: list[str] = Field(default_factory=list, description="JSONL files of prompts; default: the held-out share")
     limit: int = Field(32, ge=1, description="prompts per data set")
     max_new_tokens: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0, description="0: greedy")
@@ -244,9 +224,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(
-            _explain(error, file), "see `dflash-mp run --plan` and docs/guide.md for every key"
-        ) from None
+        raise ConfigError(_explain(error, file), "see `dflash-mp run --plan` and docs/guide.md for every key") from None
     resolved = list(_leaves(config.model_dump(mode="json")))
     return LoadedConfig(config, {key: _source_of(key, given) for key in resolved}, file)
 
@@ -282,15 +260,11 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(
-            f"--set {text!r} is not of the form section.key=value", "for example --set train.steps=100"
-        )
+        raise ConfigError(f"--set {text!r} is not of the form section.key=value", "for example --set train.steps=100")
     try:
         return key, yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"--set {key}: the value {value!r} is not valid YAML: {error}", "quote it"
-        ) from None
+        raise ConfigError(f"--set {key}: the value {value!r} is not valid YAML: {error}", "quote it") from None
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -298,9 +272,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     for parent in parents:
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(
-                f"--set {key}: {parent!r} is a value, not a section", "check the key's spelling"
-            )
+            raise ConfigError(f"--set {key}: {parent!r} is a value, not a section", "check the key's spelling")
         tree = child
     tree[last] = value
 
@@ -315,9 +287,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _source_of(key: str, given: dict[str, str]) -> str:
     parts = key.split(".")
-    return next(
-        (given[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in given), "default"
-    )
+    return next((given[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in given), "default")
 
 
 def _explain(error: ValidationError, file: Path) -> str:

@@ -48,9 +48,7 @@ class RowLayout:
         for size in sizes:
             offsets.append(end)
             end += -(-size // _ALIGN) * _ALIGN
-        return RowLayout(
-            tokens, width, dtype, (offsets[0], offsets[1], offsets[2], offsets[3], offsets[4]), end
-        )
+        return RowLayout(tokens, width, dtype, (offsets[0], offsets[1], offsets[2], offsets[3], offsets[4]), end)
 
     def views(self, buffer: torch.Tensor) -> RowTensors:
         """Typed views of `buffer`, a uint8 tensor of `nbytes` bytes on any device. Nothing is copied."""
@@ -61,9 +59,7 @@ class RowLayout:
             return buffer[offset : offset + nbytes].view(dtype)
 
         return RowTensors(
-            part(features, t * self.feature_width * self.dtype.itemsize, self.dtype).view(
-                t, self.feature_width
-            ),
+            part(features, t * self.feature_width * self.dtype.itemsize, self.dtype).view(t, self.feature_width),
             part(ids, 4 * t, torch.int32),
             part(positions, 4 * t, torch.int32),
             part(documents, 4 * t, torch.int32),

@@ -9,10 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-Split = Literal["train", "held_out"]
-SPLITS: tuple[Split, ...] = ("train", "held_out")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -81,17 +78,11 @@ class StreamPlan:
     def differences(self, other: StreamPlan) -> list[str]:
         """Each field that differs, as "target.layer_ids: (1, 7) here, (1, 8) there"; empty when the plans are equal."""
         mine, theirs = _flat(self), _flat(other)
-        return [
-            f"{key}: {mine[key]!r} here, {theirs[key]!r} there" for key in mine if mine[key] != theirs[key]
-        ]
+        return [f"{key}: {mine[key]!r} here, {theirs[key]!r} there" for key in mine if mine[key] != theirs[key]]
 
 
 def _flat(plan: StreamPlan) -> dict[str, Any]:
-    return {
-        f"{part}.{key}": value
-        for part in ("data", "target")
-        for key, value in asdict(getattr(plan, part)).items()
-    }
+    return {f"{part}.{key}": value for part in ("data", "target") for key, value in asdict(getattr(plan, part)).items()}
 
 
 def _fingerprint(facts: DataPlan | TargetInfo | StreamPlan) -> str:

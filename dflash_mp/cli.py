@@ -1,0 +1,45 @@
+"""`dflash-mp`: one thin function per command. The work is in the modules that each of them imports when called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dflash_mp import __version__
+from dflash_mp.errors import DflashError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Prints a `DflashError` as text, without a traceback, and exits with its code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DflashError as error:
+            click.secho(f"dflash-mp: {error}", fg="red", err=True)
+            sys.exit(error.exit_code)
+
+
+def _config_options(command: F) -> F:
+    command = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")(
+        command
+    )
+    return click.option(
+        "-c", "--config", "config_file", required=True, type=click.Path(path_type=Path), help="YAML file of the run."
+    )(command)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dflash-mp")
+def main() -> None:
+    """Train DFlash drafters for your target model."""
+
+
+if __name__ == "__main__":
+    main()
