@@ -1,0 +1,112 @@
+"""AdamW on fp32 master weights.
+
+The model may compute in bf16; the optimizer keeps an fp32 master of every parameter, updates that, and rounds it back. When the model
+itself is fp32 its parameters are the masters and nothing is copied. Gradients arrive as the *sum* over all rows of the
+step; `step` divides them by the global sum of loss weights, clips, and updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dflash_mp.config import TrainConfig
+from dflash_mp.errors import DflashError
+
+
+class MasterAdamW:
+    """Masters and moments by parameter name. Weight decay applies to matrices only, not to norms."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], train: TrainConfig) -> None:
+        self.parameters = dict(named_parameters)
+        self.masters = {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in self.parameters.items()
+        }
+        decayed = [p for p in self.masters.values() if p.dim() > 1]
+        plain = [p for p in self.masters.values() if p.dim() <= 1]
+        on_cuda = any(p.is_cuda for p in self.masters.values())
+        self._adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=train.learning_rate,
+            betas=train.betas,
+            eps=train.eps,
+            fused=on_cuda,
+            foreach=not on_cuda,
+        )
+        self._clip = train.clip
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, weight_sum: float) -> float:
+        """One update from the summed gradients; frees them. Returns the norm of the mean gradient before clipping.
+
+        Raises `DflashError` naming the first non-finite gradient; nothing is updated then.
+        """
+        gradients = {name: _gradient(name, p) for name, p in self.parameters.items()}
+        scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) * scale
+        if norm != norm or norm == float("inf"):
+            bad = next((name for name, g in gradients.items() if not bool(g.isfinite().all())), "the norm's sum")
+            raise DflashError(
+                f"the gradient of {bad} is not finite", "lower train.learning_rate, or look at the rows of this step"
+            )
+        scale *= min(1.0, self._clip / (norm + 1e-6))
+        for name, master in self.masters.items():
+            gradient = gradients[name]
+            master.grad = gradient.mul_(scale) if gradient.dtype == torch.float32 else gradient.float().mul_(scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        for name, parameter in self.parameters.items():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
+                self.masters[name].grad = None
+        self.zero_gradients()
+        return norm
+
+    def zero_gradients(self) -> None:
+        """Set gradients to zero in place: data-parallel buckets keep pointing at the same memory."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Masters ("master.NAME") and moments ("exp_avg.NAME", "exp_avg_sq.NAME"), fp32, on the device; the live tensors."""
+        self._materialise()
+        named: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            state = self._adamw.state[master]
+            named[f"master.{name}"] = master.data
+            named[f"exp_avg.{name}"] = state["exp_avg"]
+            named[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
+        return named
+
+    @torch.no_grad()
+    def restore(self, steps_done: int) -> None:
+        """After the tensors of `tensors()` were overwritten in place: set the step count and round the masters into the model."""
+        for master in self.masters.values():
+            self._adamw.state[master]["step"].fill_(float(steps_done))
+        for name, parameter in self.parameters.items():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
+
+    def _materialise(self) -> None:
+        """Create the moments that PyTorch would create in the first step, so that they can be saved and restored at any time."""
+        for master in self.masters.values():
+            if not self._adamw.state[master]:
+                on_device = master.device if master.is_cuda else torch.device("cpu")
+                self._adamw.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=on_device),
+                    "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
+                }
+
+
+def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        raise RuntimeError(
+            f"parameter {name} took no part in the step: every parameter must have a gradient, if only zero"
+        )
+    return parameter.grad

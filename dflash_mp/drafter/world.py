@@ -1,0 +1,130 @@
+"""The ranks of a run: who am I, on which device, and the few collectives that training needs.
+
+Started by torchrun, a process is one of `WORLD_SIZE` ranks (NCCL on CUDA, gloo on a CPU); started plainly it is a world of one and no
+process group exists. Collectives have a time-out of their own, longer than every wait for data, so that a starving rank
+reports its own error first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dflash_mp.config import RunConfig
+from dflash_mp.errors import ConfigError
+
+# A rank may wait `row_seconds` for a row while the others already sit in a collective.
+_COLLECTIVE_MARGIN_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` over all ranks, in place on this rank's device; also returns them."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite `tensors` (same shapes on every rank) with those of rank 0."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def broadcast_text(self, text: str) -> str:
+        """The text that rank 0 gave, on every rank."""
+        if self.size == 1:
+            return text
+        length = torch.tensor([len(text.encode())], device=self.device)
+        dist.broadcast(length, src=0)
+        data = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+        if len(data):
+            dist.broadcast(data, src=0)
+        return bytes(data.cpu().numpy()).decode()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here (bounded by the process group's time-out)."""
+        self.sum(torch.zeros(1, device=self.device))
+
+
+def join(config: RunConfig) -> World:
+    """Join the ranks that torchrun started, or be a world of one. Sets the device and the CPU threads. Raises `ConfigError`."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = _device(config.train.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_size))
+    if size > 1:
+        seconds = config.stream.row_seconds + config.stream.connect_seconds + _COLLECTIVE_MARGIN_SECONDS
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return World(rank, size, local_rank, local_size, device)
+
+
+def leave(world: World) -> None:
+    """Leave the process group, if there is one."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def data_parallel(module: nn.Module, world: World) -> nn.Module:
+    """Wrap `module` so that the last backward pass of a step adds the gradients of all ranks (sums: the loss is not a mean).
+
+    `find_unused_parameters` is on although every parameter is always used: it keeps DDP from re-ordering its buckets after the
+    first step, which would change the order of additions between a run and its resumption.
+    """
+    if world.size == 1:
+        return module
+    parallel = DistributedDataParallel(
+        module,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+    )
+    parallel.register_comm_hook(None, _sum_gradients)
+    return parallel
+
+
+def _sum_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(
+            f"train.device is {name!r}, but this process can use {'cuda or cpu' if torch.cuda.is_available() else 'cpu'} only",
+            "set train.device to auto, cpu or cuda",
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no GPU: {torch.cuda.device_count()} are visible",
+            "start as many processes as GPUs (torchrun --nproc-per-node), or check CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local_rank)
