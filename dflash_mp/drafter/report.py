@@ -1,0 +1,74 @@
+"""What rank 0 tells about a run: a line on the terminal, one JSON object per line in `metrics.jsonl`, and TensorBoard curves.
+
+`metrics.jsonl` is appended to; after a resume, steps that are trained again appear again, and the later line counts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from dflash_mp.drafter.metrics import Figures
+
+
+class Reporter:
+    """Writes the figures of a run below `run_dir`. On ranks other than 0 it writes nothing."""
+
+    def __init__(self, run_dir: Path, enabled: bool) -> None:
+        self.enabled = enabled
+        self.console = Console(highlight=False, soft_wrap=True)
+        if enabled:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+            self._curves = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            self._lines.close()
+            self._curves.close()
+
+    def say(self, text: str) -> None:
+        """One line on the terminal."""
+        if self.enabled:
+            self.console.print(text, markup=False)
+
+    def step(self, step: int, steps: int, figures: Figures, more: dict[str, float]) -> None:
+        """Figures of the last optimizer step, with `more` (rates, waits, learning rate, gradient norm)."""
+        if not self.enabled:
+            return
+        self._write("train", step, {**figures.public(), **more})
+        self.say(
+            f"step {step}/{steps}  loss {figures.loss:.4f}  τ {figures.tau:.3f}  accuracy {figures.accuracy:.3f}  "
+            f"lr {more['learning_rate']:.2e}  |g| {more['gradient_norm']:.2f}  {more['tokens_per_second']:,.0f} tokens/s  "
+            f"waiting {more['wait_share']:.0%}"
+        )
+
+    def held_out(self, step: int, figures: Figures) -> None:
+        """Figures of the held-out rows after `step` optimizer steps."""
+        if not self.enabled:
+            return
+        self._write("held_out", step, figures.public())
+        self.say(
+            f"held-out after step {step}: loss {figures.loss:.4f}  τ {figures.tau:.3f}  accuracy {figures.accuracy:.3f}"
+        )
+
+    def _write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
+        self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **figures}) + "\n")
+        self._lines.flush()
+        for name, value in figures.items():
+            if isinstance(value, tuple):
+                for slot, slot_value in enumerate(value, start=1):
+                    self._curves.add_scalar(f"{kind}/{name}/{slot:02d}", slot_value, step)
+            else:
+                self._curves.add_scalar(f"{kind}/{name}", value, step)
