@@ -1,0 +1,128 @@
+"""Cross-entropy of the blocks' labels under the target's frozen head, without ever holding all logits.
+
+The head has no gradient, so the gradient with respect to the hidden states is computed in the forward pass, chunk by chunk, and the backward
+pass only scales it. Memory: a few buffers of `chunk × V` float32, whatever the number of blocks. Slot 0 is the anchor and never reaches
+the head; on a CPU nor does any slot without weight (on CUDA shapes stay static; the results are equal).
+
+Losses come as sums, so that the caller can normalise by the weight of a whole optimizer step over all ranks. With no weight at all the loss
+is 0 and so is every gradient, which still exists: a rank without a valid anchor takes part like the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+_CHUNK_CUDA = 4096
+_CHUNK_CPU = 256
+
+
+class BlockLoss(NamedTuple):
+    """The loss of a micro-batch."""
+
+    total: torch.Tensor  # float32 scalar: Σ weight · cross-entropy; differentiable with respect to `hidden`
+    weight: torch.Tensor  # float32 scalar: Σ weight
+    correct: torch.Tensor  # bool [b, N, B]: the slot has weight and its largest logit is the label's
+
+
+class _Head(NamedTuple):
+    weight: torch.Tensor  # [V, H]
+    scale: float
+    softcap: float | None
+    chunk: int
+
+
+def slot_weights(block_size: int, gamma: float | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Weight of each slot, float32 [B]: 0 for the anchor, then exp(−(k−1)/gamma) for k = 1 … B−1."""
+    decay = default_gamma(block_size) if gamma is None else gamma
+    slots = torch.arange(block_size, dtype=torch.float32)
+    weights = torch.exp(-(slots - 1) / decay)
+    weights[0] = 0.0
+    return weights.to(device)
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's decay: 16 → 7, 10 → 5, 8 → 4; straight lines between and beyond those, at least 1."""
+    if block_size <= 10:
+        return max(1.0, 4 + (block_size - 8) / 2)
+    return 5 + (block_size - 10) / 3
+
+
+def block_loss(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    chunk: int | None = None,
+) -> BlockLoss:
+    """Weighted cross-entropy of `labels` under `head`.
+
+    `hidden` [b, N·B, H] are the drafter's outputs; `head` [V, H] is the target's, in its own dtype; `labels` [b, N, B] are integers;
+    `weights` [b, N, B] are float32, 0 where a slot isn't scored, for example `blocks.scored * slot_weights(B)`. `chunk`: positions per pass
+    through the head; the result depends on it by rounding only.
+    """
+    size = labels.shape[-1]
+    slots = hidden.unflatten(1, labels.shape[1:])[:, :, 1:].flatten(0, 2)
+    label, weight = labels[:, :, 1:].reshape(-1).long(), weights[:, :, 1:].reshape(-1).float()
+    on_cpu = hidden.device.type == "cpu"
+    chosen = weight.nonzero().squeeze(1) if on_cpu else None
+    if chosen is not None:
+        slots, label, weight = slots[chosen], label[chosen], weight[chosen]
+    width = chunk or (_CHUNK_CPU if on_cpu else _CHUNK_CUDA)
+    total, right = _HeadCrossEntropy.apply(slots, label, weight, _Head(head, logit_scale, logit_softcap, width))
+    if chosen is not None:
+        right = right.new_zeros(labels.numel() // size * (size - 1)).index_put_((chosen,), right)
+    correct = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+    correct[:, :, 1:] = right.view(*labels.shape[:2], size - 1)
+    return BlockLoss(total, weight.sum(), correct)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: _Head
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        right = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
+        gradient = torch.zeros_like(hidden)
+        for start in range(0, len(labels), head.chunk):
+            part = slice(start, start + head.chunk)
+            loss, right[part], gradient[part] = _chunk(hidden[part], labels[part], weights[part], head)
+            total += loss
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(right)
+        return total, right
+
+    @staticmethod
+    def backward(ctx: Any, of_total: torch.Tensor, of_right: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * of_total.to(gradient.dtype), None, None, None
+
+
+def _chunk(
+    hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: _Head
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted loss sum, whether each argmax is the label (where weighted), and the loss's gradient with respect to `hidden`."""
+    logits = (hidden.to(head.weight.dtype) @ head.weight.t()).float()
+    if head.scale != 1.0:
+        logits *= head.scale
+    slope = None
+    if head.softcap is not None:
+        bounded = logits.div_(head.softcap).tanh_()
+        slope = 1 - bounded.square()
+        logits = bounded * head.softcap
+    log_probability = torch.log_softmax(logits, -1)
+    of_label = labels[:, None]
+    loss = -(log_probability.gather(1, of_label).squeeze(1) * weights).sum()
+    right = (log_probability.argmax(1) == labels) & (weights > 0)
+    gradient = log_probability.exp_()
+    gradient.scatter_add_(1, of_label, gradient.new_full(of_label.shape, -1.0))
+    if slope is not None:
+        gradient *= slope
+    # The weights are applied after the product, where rows are short; in the head's dtype the product keeps its range so, too.
+    of_hidden = (gradient.to(head.weight.dtype) @ head.weight).float() * (weights * head.scale)[:, None]
+    return loss, right, of_hidden.to(hidden.dtype)
