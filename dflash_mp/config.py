@@ -33,8 +33,8 @@ class TargetConfig(_Section):
         "auto", description="auto: float32 on a CPU, bfloat16 on CUDA"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="transformers' attention implementation"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="transformers' attention; auto: sdpa where the model has all it needs in it, else eager"
     )
     taps: int = Field(5, ge=1, description="number of tapped layers when layer_ids is not given")
     layer_ids: list[int] | None = Field(
