@@ -113,7 +113,6 @@ class DrafterConfig(_Section):
     heads: int | None = Field(None, ge=1, description="attention heads")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads")
     head_dim: int | None = Field(None, ge=2, description="size of a head")
-    init: str | None = Field(None, description="exported drafter to start from (directory)")
 
 
 class TrainConfig(_Section):

@@ -1,0 +1,95 @@
+"""`torchrun --nproc-per-node N -m dflash_mp.drafter --config FILE`: one process per drafter GPU.
+
+A rank connects to the feeders, takes the target's embedding and head from them, resumes from the newest checkpoint of the run directory if
+there is one, and trains to the last step. SIGTERM or SIGINT: all ranks finish the step, save, and exit 0; a second signal ends the
+process at once. Exit codes are those of `dflash_mp.errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from dflash_mp.config import RunConfig, load_config
+from dflash_mp.drafter import checkpoint, state
+from dflash_mp.drafter.report import Reporter
+from dflash_mp.drafter.trainer import train
+from dflash_mp.drafter.world import World, join, leave
+from dflash_mp.errors import DflashError
+from dflash_mp.process import die_with_parent
+from dflash_mp.stream.client import RowClient
+from dflash_mp.stream.plan import StreamPlan
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "-c", "--config", "config_file", required=True, type=click.Path(path_type=Path), help="YAML file of the run."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")
+def main(config_file: Path, overrides: tuple[str, ...]) -> None:
+    """Train a drafter as one of the ranks that torchrun starts."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        die_with_parent()
+        run(load_config(config_file, overrides).config)
+    except DflashError as error:
+        click.secho(f"rank {rank}: {error}", fg="red", err=True)
+        # Other ranks may sit in a collective that this one will never join; torchrun ends them when this process is gone.
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+def run(config: RunConfig) -> None:
+    """Join the ranks, connect, train, leave. Raises `DflashError`."""
+    stop = _StopRequest()
+    world = join(config)
+    found = checkpoint.find(config.run_dir) if world.rank == 0 else None
+    resumed_plan = state.plan_of(checkpoint.read_state(found), found) if found is not None else None
+    with (
+        Reporter(config.run_dir, enabled=world.rank == 0) as report,
+        _client(config, world, resumed_plan) as client,
+    ):
+        plan = client.connect()
+        weights = client.fetch_weights()
+        trainer = state.build_trainer(config, plan, weights.embedding, weights.head, client, world, found)
+        report.say(
+            f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {world.size} drafter process"
+            f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "
+            + (f"resuming after step {trainer.step}" if trainer.step else "from the start")
+        )
+        finished = train(trainer, client, report, state.save, stop.requested)
+        compiled = trainer.compilations.after_warm_up
+        if compiled:
+            report.say(f"warning: {compiled} graphs were compiled after warm-up; shapes should not have changed")
+        report.say("finished" if finished else f"stopped after step {trainer.step}; the same command goes on from here")
+    leave(world)
+
+
+def _client(config: RunConfig, world: World, resumed: StreamPlan | None) -> RowClient:
+    return RowClient(config, rank=world.rank, world=world.size, plan=resumed, pin=world.device.type == "cuda")
+
+
+class _StopRequest:
+    """Remembers the first SIGTERM or SIGINT; the second one ends the process."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            os._exit(128 + number)
+        self._requested = True
+
+
+if __name__ == "__main__":
+    main()

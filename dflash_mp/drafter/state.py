@@ -1,0 +1,184 @@
+"""Building a trainer, fresh or from the last checkpoint, and saving it.
+
+Rank 0 reads the checkpoint and sends it to the others, so that only its machine needs the run directory. A checkpoint of other data, another
+target, shape or global batch is refused with the difference spelled out: going on would silently train something else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_mp import __version__
+from dflash_mp.config import RunConfig, TrainConfig
+from dflash_mp.drafter import attention, checkpoint
+from dflash_mp.drafter.batch import BatchLoader
+from dflash_mp.drafter.checkpoint import Checkpoint
+from dflash_mp.drafter.loss import slot_weights
+from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.optimizer import MasterAdamW
+from dflash_mp.drafter.rows import RowSource
+from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.drafter.trainer import CompilationCount, Trainer
+from dflash_mp.drafter.world import World, data_parallel
+from dflash_mp.errors import CheckpointError, ConfigError
+from dflash_mp.stream.codec import ProtocolError, plain, reader
+from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.plan import StreamPlan
+
+_FRESH_START = "use another run_dir to start afresh, or restore the configuration that this run began with"
+
+
+def build_trainer(
+    config: RunConfig,
+    plan: StreamPlan,
+    embedding: torch.Tensor,
+    head: torch.Tensor,
+    source: RowSource,
+    world: World,
+    resume: Path | None,
+) -> Trainer:
+    """The trainer of this rank, at the step of the checkpoint `resume` (rank 0's counts) or at 0.
+
+    `embedding` and `head` [V, H] are the target's. Raises `ConfigError` or `CheckpointError`.
+    """
+    options, device = config.train, world.device
+    shape = DrafterShape.from_config(config.drafter, plan.target)
+    dtype = compute_dtype(options, device)
+    model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing)
+    model.init_weights(config.seed)
+    model.to(device=device, dtype=dtype)
+    optimizer = MasterAdamW(model.named_parameters(), options)
+    step = _restore(optimizer, shape, config, plan, world, resume)
+    tied = embedding is head
+    embedding = embedding.to(device, dtype)
+    if options.compile if options.compile is not None else device.type == "cuda":
+        model.compile_layers()
+    return Trainer(
+        config=config,
+        plan=plan,
+        shape=shape,
+        world=world,
+        model=model,
+        parallel=data_parallel(model, world),
+        optimizer=optimizer,
+        embedding=embedding,
+        head=embedding if tied else head.to(device, dtype),
+        loader=BatchLoader(
+            source,
+            RowLayout.of(plan),
+            shape,
+            seed=config.seed,
+            anchors_per_row=options.anchors_per_row,
+            device=device,
+        ),
+        build_mask=_mask_builder(options, device),
+        slot_weights=slot_weights(shape.block_size, options.loss_gamma, device),
+        compilations=CompilationCount(),
+        step=step,
+    )
+
+
+def save(trainer: Trainer) -> None:
+    """Write a checkpoint from rank 0; the others wait for it."""
+    if trainer.world.rank == 0:
+        tensors = trainer.optimizer.tensors()
+        weights = {name.removeprefix("master."): t for name, t in tensors.items() if name.startswith("master.")}
+        moments = {name: t for name, t in tensors.items() if not name.startswith("master.")}
+        moments["random.cpu"] = torch.get_rng_state()
+        state = {
+            "version": __version__,
+            "torch": torch.__version__,
+            "plan": plain(trainer.plan),
+            "shape": json.loads(trainer.shape.to_json()),
+            "config": trainer.config.model_dump(mode="json"),
+        }
+        checkpoint.save(
+            trainer.config.run_dir,
+            Checkpoint(trainer.step, weights, moments, state),
+            trainer.config.train.keep_checkpoints,
+        )
+    trainer.world.barrier()
+
+
+def plan_of(state: dict[str, Any], directory: Path) -> StreamPlan:
+    """The plan that a checkpoint was trained on. Raises `CheckpointError`."""
+    try:
+        plan: StreamPlan = reader(StreamPlan)(_tuples(state["plan"]), "plan")
+    except ProtocolError as error:
+        raise CheckpointError(f"{directory / 'state.json'}: {error.what}", f"remove {directory}") from None
+    return plan
+
+
+def compute_dtype(options: TrainConfig, device: torch.device) -> torch.dtype:
+    """The dtype that the drafter computes in."""
+    if options.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if options.precision == "bf16" else torch.float32
+
+
+def _mask_builder(options: TrainConfig, device: torch.device) -> Any:
+    on_cuda = device.type == "cuda"
+    if options.attention == "flex" and not on_cuda:
+        raise ConfigError("train.attention flex needs CUDA: it has no backward pass on a CPU", "set it to auto or sdpa")
+    if options.attention == "sdpa":
+        return attention.dense_mask if on_cuda else attention.blockwise_mask
+    return attention.flex_mask if on_cuda else attention.blockwise_mask
+
+
+def _restore(
+    optimizer: MasterAdamW, shape: DrafterShape, config: RunConfig, plan: StreamPlan, world: World, resume: Path | None
+) -> int:
+    """Load `resume` on rank 0 and send it to every rank; the number of steps done."""
+    tensors = optimizer.tensors()
+    steps = torch.zeros(1, dtype=torch.int64, device=world.device)
+    if world.rank == 0 and resume is not None:
+        loaded = checkpoint.load(resume)
+        _refuse_other_run(loaded, resume, shape, config, plan)
+        stored = {**{f"master.{name}": tensor for name, tensor in loaded.weights.items()}, **loaded.optimizer}
+        for name, tensor in tensors.items():
+            if name not in stored or stored[name].shape != tensor.shape:
+                raise CheckpointError(f"{resume} has no {name} of shape {tuple(tensor.shape)}", f"remove {resume}")
+            with torch.no_grad():
+                tensor.copy_(stored[name])
+        torch.set_rng_state(loaded.optimizer["random.cpu"])
+        steps.fill_(loaded.step)
+    world.broadcast([steps])
+    if int(steps) > 0:
+        world.broadcast(tensors.values())
+        optimizer.restore(int(steps))
+    return int(steps)
+
+
+def _refuse_other_run(
+    loaded: Checkpoint, directory: Path, shape: DrafterShape, config: RunConfig, plan: StreamPlan
+) -> None:
+    differences = plan.differences(plan_of(loaded.state, directory))
+    if differences:
+        raise CheckpointError(f"{directory} was trained on another stream: {'; '.join(differences)}", _FRESH_START)
+    there, here = loaded.state["shape"], json.loads(shape.to_json())
+    differences = [f"{key}: {here[key]} here, {there.get(key)} there" for key in here if here[key] != there.get(key)]
+    if differences:
+        raise CheckpointError(f"{directory} is a drafter of another shape: {'; '.join(differences)}", _FRESH_START)
+    rows = loaded.state["config"]["train"]["rows_per_step"]
+    if rows != config.train.rows_per_step:
+        raise CheckpointError(
+            f"{directory} was trained with train.rows_per_step {rows}, not {config.train.rows_per_step}: "
+            "the rows of its next step would not be known",
+            _FRESH_START,
+        )
+    if loaded.step > config.train.steps:
+        raise CheckpointError(
+            f"{directory} is beyond train.steps {config.train.steps}", "raise train.steps, or use another run_dir"
+        )
+
+
+def _tuples(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return tuple(_tuples(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _tuples(value) for key, value in tree.items()}
+    return tree
