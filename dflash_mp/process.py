@@ -1,0 +1,95 @@
+"""Processes that never outlive the one that started them (Linux).
+
+A supervisor marks its children's environment; whatever descends from it, however deep and in whatever session, carries the mark.
+Every process of a run calls `die_with_parent` first thing: from then on the kernel kills it when its parent dies, `kill -9` included, and when
+the supervisor died before the call the process ends itself. `marked_processes` finds what is left of a run. Costs a few
+system calls; the scan reads /proc once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+from dflash_mp.errors import DflashError
+
+MARK = "DFLASH_MP_SUPERVISOR"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies. Does nothing when neither a supervisor nor torchrun started it.
+
+    The kernel watches the parent's *thread* that started this process: start children from a thread that lives as long as they may.
+    When the supervisor is already gone this process is killed at once. Under a bare torchrun nothing tells that it died before this
+    call; such a worker fails at the rendezvous, whose store went with torchrun.
+    """
+    mark = os.environ.get(MARK)
+    if mark is None and _TORCHRUN not in os.environ:
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise DflashError(
+            f"the kernel refused PR_SET_PDEATHSIG: {os.strerror(ctypes.get_errno())}",
+            "run on Linux, without a filter on the system call prctl",
+        )
+    if mark is not None and not _lives(mark):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mark_of(pid: int) -> str:
+    """The mark that a supervisor with this `pid` puts into its children's environment: unlike a pid, it is never used again."""
+    return f"{pid}.{_stat(pid)[19]}"
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Pids of all living processes of this user whose environment carries `mark`."""
+    entry = f"{MARK}={mark}".encode()
+    return [pid for pid in _pids() if entry in _environment(pid)]
+
+
+def children_of(parent: int) -> list[int]:
+    """Pids of the direct children of `parent`, zombies left out."""
+    found = []
+    for pid in _pids():
+        try:
+            state, its_parent, *_ = _stat(pid)
+        except OSError:  # it ended meanwhile
+            continue
+        if int(its_parent) == parent and state != "Z":
+            found.append(pid)
+    return found
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Signal one process; a process that is already gone is fine."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _lives(mark: str) -> bool:
+    pid = int(mark.partition(".")[0])
+    try:
+        return mark_of(pid) == mark and _stat(pid)[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third (state) on: [0] state, [1] parent, [19] start time in clock ticks since boot."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended meanwhile, or is another user's
+        return []
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
