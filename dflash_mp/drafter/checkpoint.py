@@ -108,22 +108,32 @@ def read_state(directory: Path) -> dict[str, Any]:
 def load(directory: Path) -> Checkpoint:
     """Read a checkpoint onto the CPU, after checking sizes and checksums. Raises `CheckpointError` naming the damaged file."""
     state = read_state(directory)
-    for name, expected in state["files"].items():
-        _check_file(directory, name, expected)
+    weights, optimizer = (_load_tensors(directory, name, state) for name in _TENSOR_FILES)
+    return Checkpoint(int(state["step"]), weights, optimizer, state)
+
+
+def load_weights(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The fp32 weights and the facts of `state.json`, checked as by `load`, without reading the optimizer's file."""
+    state = read_state(directory)
+    return _load_tensors(directory, _TENSOR_FILES[0], state), state
+
+
+def _load_tensors(directory: Path, name: str, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    _check_file(directory, name, state["files"].get(name, {}))
     try:
-        weights, optimizer = (load_file(directory / name) for name in _TENSOR_FILES)
+        tensors: dict[str, torch.Tensor] = load_file(directory / name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory} cannot be read: {error}", _remove(directory)) from error
-    return Checkpoint(int(state["step"]), weights, optimizer, state)
+    return tensors
 
 
 def _check_file(directory: Path, name: str, expected: dict[str, Any]) -> None:
     path = directory / name
     if not path.is_file():
         raise CheckpointError(f"{path} is missing", _remove(directory))
-    if path.stat().st_size != expected["bytes"]:
+    if path.stat().st_size != expected.get("bytes"):
         raise CheckpointError(
-            f"{path} is cut short: {path.stat().st_size} of {expected['bytes']} bytes", _remove(directory)
+            f"{path} is cut short: {path.stat().st_size} of {expected.get('bytes')} bytes", _remove(directory)
         )
     if _size_and_checksum(path) != expected:
         raise CheckpointError(f"{path} is damaged: its checksum differs", _remove(directory))
