@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from synthetic_rows import SyntheticRows, make_config, make_trainer
+
+from dflash_mp.drafter import checkpoint, state
+from dflash_mp.drafter.report import Reporter
+from dflash_mp.drafter.trainer import Trainer, train, train_step
+from dflash_mp.errors import CheckpointError, DflashError
+
+
+def run_to_end(trainer: Trainer, source: SyntheticRows, stop_after: int | None = None) -> bool:
+    with Reporter(trainer.config.run_dir, enabled=True) as report:
+        return train(
+            trainer, source, report, state.save, lambda: stop_after is not None and trainer.step + 1 >= stop_after
+        )
+
+
+def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.optimizer.tensors().items()}
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    differing = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not differing
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stopping_and_resuming_equals_not_stopping_bitwise(tmp_path: Path, precision: str) -> None:
+    whole, rows = make_config(tmp_path / "whole", precision=precision), SyntheticRows()
+    uninterrupted = make_trainer(whole, rows)
+    assert run_to_end(uninterrupted, rows)
+
+    parts = make_config(tmp_path / "parts", precision=precision)
+    for stop_after in (2, 5, None):
+        rows = SyntheticRows()
+        trainer = make_trainer(parts, rows, checkpoint.find(parts.run_dir))
+        assert run_to_end(trainer, rows, stop_after) == (stop_after is None)
+        if stop_after is not None:
+            assert trainer.step == stop_after
+    assert_same_bits(tensors_of(uninterrupted), tensors_of(trainer))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, dict(uninterrupted.model.named_parameters())[name])
+
+
+def test_training_lowers_the_loss_and_lifts_tau_on_held_out_rows(tmp_path: Path) -> None:
+    config, rows = make_config(tmp_path, steps=80, held_out_rows=4, anchors_per_row=24), SyntheticRows()
+    run_to_end(make_trainer(config, rows), rows)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    before, after = [line for line in lines if line["kind"] == "held_out"]
+    assert before["step"] == 0
+    assert after["step"] == 80
+    assert after["loss"] < 0.5 * before["loss"]
+    assert after["tau"] > before["tau"] + 1.0
+
+
+@pytest.mark.parametrize("micro_batch_rows", [2, 3])
+def test_the_split_into_micro_batches_changes_results_by_rounding_only(tmp_path: Path, micro_batch_rows: int) -> None:
+    rows = SyntheticRows()
+    one = make_trainer(make_config(tmp_path / "one"), rows)
+    run_to_end(one, rows)
+    rows = SyntheticRows()
+    several = make_trainer(make_config(tmp_path / "several", micro_batch_rows=micro_batch_rows), rows)
+    run_to_end(several, rows)
+    for name, parameter in one.model.named_parameters():
+        torch.testing.assert_close(parameter, several.model.get_parameter(name), rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
+    results = []
+    for checkpointing in (False, True):
+        rows = SyntheticRows()
+        trainer = make_trainer(make_config(tmp_path / str(checkpointing), gradient_checkpointing=checkpointing), rows)
+        run_to_end(trainer, rows)
+        results.append(tensors_of(trainer))
+    assert_same_bits(*results)
+
+
+def test_a_row_without_anchors_takes_part_and_changes_nothing(tmp_path: Path) -> None:
+    """Rows 0 … 2 are the first step; without anchors in row 1 its update equals that of a step without row 1."""
+    with_silent_row, without = [], []
+    for rows_per_step, silent, found in ((3, frozenset({2}), with_silent_row), (2, frozenset(), without)):
+        rows = SyntheticRows(silent)
+        trainer = make_trainer(make_config(tmp_path / str(rows_per_step), rows_per_step=rows_per_step), rows)
+        rows.schedule(iter_of_first_step(rows_per_step))
+        figures, _ = train_step(trainer)
+        found.append((figures.loss, tensors_of(trainer)))
+    assert with_silent_row[0][0] == without[0][0]
+    assert_same_bits(with_silent_row[0][1], without[0][1])
+
+
+def iter_of_first_step(rows: int):  # noqa: ANN201
+    from dflash_mp.data.row import RowKey
+
+    return iter([RowKey("train", i) for i in range(rows)])
+
+
+def test_a_step_of_rows_without_any_anchor_leaves_the_weights_and_stays_finite(tmp_path: Path) -> None:
+    rows = SyntheticRows(frozenset(range(3)))
+    trainer = make_trainer(make_config(tmp_path), rows)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    rows.schedule(iter_of_first_step(3))
+    figures, norm = train_step(trainer)
+    assert (figures.loss, figures.tau, norm) == (0.0, 0.0, 0.0)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_tensor(tmp_path: Path) -> None:
+    rows = SyntheticRows()
+    trainer = make_trainer(make_config(tmp_path), rows)
+    with torch.no_grad():
+        trainer.model.norm.weight[0] = float("inf")
+    rows.schedule(iter_of_first_step(3))
+    with pytest.raises(DflashError, match=r"gradient of \S+ is not finite"):
+        train_step(trainer)
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows_per_step": 4}, "rows_per_step 3, not 4"),
+        ({"steps": 1}, "beyond train.steps 1"),
+    ],
+)
+def test_resuming_under_another_configuration_is_refused(tmp_path: Path, change: dict[str, int], message: str) -> None:
+    config, rows = make_config(tmp_path, steps=2), SyntheticRows()
+    run_to_end(make_trainer(config, rows), rows)
+    with pytest.raises(CheckpointError, match=message):
+        make_trainer(make_config(tmp_path, **{"steps": 2, **change}), SyntheticRows(), checkpoint.find(tmp_path))
+
+
+def test_resuming_on_another_stream_spells_out_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    import synthetic_rows
+
+    config, rows = make_config(tmp_path, steps=2), SyntheticRows()
+    run_to_end(make_trainer(config, rows), rows)
+    other = dataclasses.replace(
+        synthetic_rows.PLAN, data=dataclasses.replace(synthetic_rows.PLAN.data, dataset="other")
+    )
+    monkeypatch.setattr(synthetic_rows, "PLAN", other)
+    with pytest.raises(CheckpointError, match=r"data.dataset: 'other' here, 'data' there"):
+        make_trainer(config, SyntheticRows(), checkpoint.find(tmp_path))
+
+
+def test_every_row_of_the_run_is_taken_once_and_in_order(tmp_path: Path) -> None:
+    config, rows = make_config(tmp_path, steps=4, held_out_rows=2, held_out_every=2), SyntheticRows()
+    run_to_end(make_trainer(config, rows), rows)
+    assert [key.ordinal for key in rows.taken if key.split == "train"] == list(range(12))
+    assert len([key for key in rows.taken if key.split == "held_out"]) == 2 * 3
