@@ -54,11 +54,11 @@ def save(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
         facts = {"format": FORMAT, "step": checkpoint.step, **checkpoint.state, "files": files}
         (temporary / "state.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
-            _flush(path)
+            flush(path)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _flush(parent)
+        flush(parent)
         for old in steps_of(run_dir)[:-keep]:
             shutil.rmtree(parent / f"step-{old:08d}")
     except OSError as error:
@@ -151,7 +151,8 @@ def _size_and_checksum(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the system write what `path`, a file or directory, holds to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
