@@ -141,13 +141,13 @@ def _attend_blockwise(
     rows = (query * dim**-0.5).view(batch, kv, group, blocks, size, dim).transpose(2, 3)
     rows = rows.reshape(batch, kv, blocks, group * size, dim)
     on_context = rows.view(batch, kv, blocks * group * size, dim) @ context_key.transpose(2, 3)
-    on_context = on_context.view(batch, kv, blocks, group * size, tokens) + hidden[:, None, :, None].to(query.dtype)
+    on_context = on_context.view(batch, kv, blocks, group * size, tokens).add_(hidden[:, None, :, None])
     own_key = draft_key.view(batch, kv, blocks, size, dim)
     own_value = draft_value.view(batch, kv, blocks, size, dim)
     scores = torch.cat((on_context, rows @ own_key.transpose(3, 4)), 4)
-    weights = scores.softmax(4, dtype=torch.float32).to(query.dtype)
-    of_context = weights[..., :tokens].reshape(batch, kv, -1, tokens) @ context_value
-    out = of_context.view(batch, kv, blocks, group * size, dim) + weights[..., tokens:] @ own_value
+    to_context, to_own = scores.softmax(4, dtype=torch.float32).to(query.dtype).split((tokens, size), 4)
+    of_context = to_context.reshape(batch, kv, -1, tokens) @ context_value
+    out = of_context.view(batch, kv, blocks, group * size, dim) + to_own @ own_value
     return out.view(batch, kv, blocks, group, size, dim).transpose(2, 3).reshape(batch, heads, queries, dim)
 
 

@@ -88,10 +88,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         right = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
-        gradient = torch.zeros_like(hidden)
+        gradient = torch.empty_like(hidden)
+        buffer = head.weight.new_empty(min(head.chunk, len(labels)), head.weight.shape[0])
         for start in range(0, len(labels), head.chunk):
             part = slice(start, start + head.chunk)
-            loss, right[part], gradient[part] = _chunk(hidden[part], labels[part], weights[part], head)
+            loss, right[part], gradient[part] = _chunk(hidden[part], labels[part], weights[part], head, buffer)
             total += loss
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
@@ -104,25 +105,38 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(
-    hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: _Head
+    hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: _Head, buffer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted loss sum, whether each argmax is the label (where weighted), and the loss's gradient with respect to `hidden`."""
-    logits = (hidden.to(head.weight.dtype) @ head.weight.t()).float()
-    if head.scale != 1.0:
-        logits *= head.scale
-    slope = None
-    if head.softcap is not None:
-        bounded = logits.div_(head.softcap).tanh_()
-        slope = 1 - bounded.square()
-        logits = bounded * head.softcap
-    log_probability = torch.log_softmax(logits, -1)
-    of_label = labels[:, None]
-    loss = -(log_probability.gather(1, of_label).squeeze(1) * weights).sum()
-    right = (log_probability.argmax(1) == labels) & (weights > 0)
-    gradient = log_probability.exp_()
-    gradient.scatter_add_(1, of_label, gradient.new_full(of_label.shape, -1.0))
-    if slope is not None:
-        gradient *= slope
-    # The weights are applied after the product, where rows are short; in the head's dtype the product keeps its range so, too.
-    of_hidden = (gradient.to(head.weight.dtype) @ head.weight).float() * (weights * head.scale)[:, None]
-    return loss, right, of_hidden.to(hidden.dtype)
+    """Weighted loss sum, whether each argmax is the label (where weighted), and the loss's gradient with respect to `hidden`.
+
+    `buffer` is overwritten: fresh memory of this size for each chunk would cost a CPU a third of the product's time in page faults.
+    """
+    logits = torch.mm(hidden.to(head.weight.dtype), head.weight.t(), out=buffer[: len(hidden)])
+    loss, right, slope, factor = _cross_entropy(logits.float(), labels, weights, head.scale, head.softcap)
+    gradient = slope.to(head.weight.dtype) @ head.weight
+    return loss, right, (gradient.float() * factor[:, None]).to(hidden.dtype)
+
+
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of float32 `logits` [n, V], which it overwrites: loss sum, hits, and the gradient as `slope` [n, V] · `factor` [n].
+
+    The factor (weight over the softmax's denominator) is left for after the product with the head, where rows are short.
+    """
+    if scale != 1.0:
+        logits.mul_(scale)
+    bounded = None
+    if softcap is not None:
+        bounded = logits.div_(softcap).tanh_()
+        logits = bounded * softcap
+    largest, guess = logits.max(1, keepdim=True)
+    of_label = logits.gather(1, labels[:, None])
+    slope = logits.sub_(largest).exp_()
+    denominator = slope.sum(1, keepdim=True)
+    loss = (denominator.log() + largest - of_label).squeeze(1) * weights
+    slope.scatter_add_(1, labels[:, None], -denominator)
+    if bounded is not None:
+        slope.mul_(1 - bounded.square())
+    right = (guess.squeeze(1) == labels) & (weights > 0)
+    return loss.sum(), right, slope, weights * scale / denominator.squeeze(1)
