@@ -14,17 +14,17 @@ import torch
 
 from dflash_mp import __version__
 from dflash_mp.config import RunConfig, TrainConfig
-from dflash_mp.drafter import attention, checkpoint
+from dflash_mp.drafter import checkpoint
 from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.checkpoint import Checkpoint
-from dflash_mp.drafter.loss import slot_weights
 from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.objective import Objective
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.drafter.trainer import CompilationCount, Trainer
 from dflash_mp.drafter.world import World, data_parallel
-from dflash_mp.errors import CheckpointError, ConfigError
+from dflash_mp.errors import CheckpointError
 from dflash_mp.stream.codec import ProtocolError, plain, reader
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
@@ -48,13 +48,12 @@ def build_trainer(
     options, device = config.train, world.device
     shape = DrafterShape.from_config(config.drafter, plan.target)
     dtype = compute_dtype(options, device)
+    objective = Objective.of(shape, embedding, head, options, device, dtype)
     model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing)
     model.init_weights(config.seed)
     model.to(device=device, dtype=dtype)
     optimizer = MasterAdamW(model.named_parameters(), options)
     step = _restore(optimizer, shape, config, plan, world, resume)
-    tied = embedding is head
-    embedding = embedding.to(device, dtype)
     if options.compile if options.compile is not None else device.type == "cuda":
         model.compile_layers()
     return Trainer(
@@ -65,8 +64,7 @@ def build_trainer(
         model=model,
         parallel=data_parallel(model, world),
         optimizer=optimizer,
-        embedding=embedding,
-        head=embedding if tied else head.to(device, dtype),
+        objective=objective,
         loader=BatchLoader(
             source,
             RowLayout.of(plan),
@@ -75,8 +73,6 @@ def build_trainer(
             anchors_per_row=options.anchors_per_row,
             device=device,
         ),
-        build_mask=_mask_builder(options, device),
-        slot_weights=slot_weights(shape.block_size, options.loss_gamma, device),
         compilations=CompilationCount(),
         step=step,
     )
@@ -118,15 +114,6 @@ def compute_dtype(options: TrainConfig, device: torch.device) -> torch.dtype:
     if options.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if options.precision == "bf16" else torch.float32
-
-
-def _mask_builder(options: TrainConfig, device: torch.device) -> Any:
-    on_cuda = device.type == "cuda"
-    if options.attention == "flex" and not on_cuda:
-        raise ConfigError("train.attention flex needs CUDA: it has no backward pass on a CPU", "set it to auto or sdpa")
-    if options.attention == "sdpa":
-        return attention.dense_mask if on_cuda else attention.blockwise_mask
-    return attention.flex_mask if on_cuda else attention.blockwise_mask
 
 
 def _restore(

@@ -17,11 +17,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dflash_mp.config import RunConfig
-from dflash_mp.drafter import attention, schedule
+from dflash_mp.drafter import schedule
 from dflash_mp.drafter.batch import BatchLoader, MicroBatch
-from dflash_mp.drafter.loss import BlockLoss, block_loss
+from dflash_mp.drafter.loss import BlockLoss
 from dflash_mp.drafter.metrics import Figures, StepSums
-from dflash_mp.drafter.model import DraftModel, embed
+from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.objective import Objective
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.rows import RowSource
@@ -41,11 +42,8 @@ class Trainer:
     model: DraftModel
     parallel: nn.Module  # the model, wrapped so that backward adds gradients over ranks
     optimizer: MasterAdamW
-    embedding: torch.Tensor  # the target's, frozen, [V, H]
-    head: torch.Tensor  # the target's, frozen, [V, H]
+    objective: Objective
     loader: BatchLoader
-    build_mask: Callable[[attention.BlockLayout], attention.AttentionMask]
-    slot_weights: torch.Tensor
     compilations: CompilationCount
     step: int = 0
 
@@ -95,7 +93,7 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
         batch = trainer.loader.load(keys)
         sums.add("waited", time.perf_counter() - started)
         with _adding_over_ranks(trainer, number + 1 == len(batches)):
-            loss = forward(trainer, trainer.parallel, batch)
+            loss = trainer.objective.loss(trainer.parallel, batch)
             loss.total.backward()
         _measure(sums, batch, loss)
     trainer.loader.release()
@@ -107,22 +105,6 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
     return figures, norm
 
 
-def forward(trainer: Trainer, model: nn.Module, batch: MicroBatch) -> BlockLoss:
-    """The loss sums of a micro-batch: draft all blocks of its rows at once, score them with the target's head."""
-    shape, blocks = trainer.shape, batch.blocks
-    noise = embed(blocks.input_ids.flatten(1), trainer.embedding, shape.embedding_scale)
-    mask = trainer.build_mask(blocks.layout(batch.documents))
-    hidden = model(batch.features, noise, batch.positions, blocks.positions.flatten(1), mask)
-    return block_loss(
-        hidden,
-        trainer.head,
-        blocks.labels,
-        blocks.scored * trainer.slot_weights,
-        logit_scale=shape.logit_scale,
-        logit_softcap=shape.logit_softcap,
-    )
-
-
 @torch.no_grad()
 def measure_held_out(trainer: Trainer, rows: int, report: Reporter) -> Figures | None:
     """Loss and acceptance on the first `rows` held-out rows, shared out over the ranks; None when there are none."""
@@ -132,7 +114,7 @@ def measure_held_out(trainer: Trainer, rows: int, report: Reporter) -> Figures |
     sums = StepSums(trainer.shape.block_size, world.device)
     for keys in schedule.held_out_rows(world.rank, world.size, rows, trainer.config.train.micro_batch_rows):
         batch = trainer.loader.load(keys)
-        _measure(sums, batch, forward(trainer, trainer.model, batch))
+        _measure(sums, batch, trainer.objective.loss(trainer.model, batch))
     trainer.loader.release()
     world.sum(sums.values)
     figures = sums.figures()

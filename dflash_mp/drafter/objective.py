@@ -1,0 +1,75 @@
+"""What a drafter is trained for: draft all blocks of some rows at once, and score them with the target's frozen head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dflash_mp.config import TrainConfig
+from dflash_mp.drafter import attention
+from dflash_mp.drafter.batch import MicroBatch
+from dflash_mp.drafter.loss import BlockLoss, block_loss, slot_weights
+from dflash_mp.drafter.model import embed
+from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.errors import ConfigError
+
+MaskBuilder = Callable[[attention.BlockLayout], attention.AttentionMask]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The frozen side of the loss, on the rank's device and in the dtype of the drafter's computation."""
+
+    shape: DrafterShape
+    embedding: torch.Tensor  # the target's, [V, H]
+    head: torch.Tensor  # the target's, [V, H]; the same tensor when they are tied
+    build_mask: MaskBuilder
+    slot_weights: torch.Tensor  # float32 [B]
+
+    @staticmethod
+    def of(
+        shape: DrafterShape,
+        embedding: torch.Tensor,
+        head: torch.Tensor,
+        options: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Objective:
+        """Move the target's `embedding` and `head` to `device` and `dtype`, and choose the mask. Raises `ConfigError`."""
+        tied = embedding is head
+        embedding = embedding.to(device, dtype)
+        return Objective(
+            shape,
+            embedding,
+            embedding if tied else head.to(device, dtype),
+            mask_builder(options, device),
+            slot_weights(shape.block_size, options.loss_gamma, device),
+        )
+
+    def loss(self, model: nn.Module, batch: MicroBatch) -> BlockLoss:
+        """The loss sums of a micro-batch under `model` (the drafter, plain or wrapped)."""
+        blocks = batch.blocks
+        noise = embed(blocks.input_ids.flatten(1), self.embedding, self.shape.embedding_scale)
+        mask = self.build_mask(blocks.layout(batch.documents))
+        hidden = model(batch.features, noise, batch.positions, blocks.positions.flatten(1), mask)
+        return block_loss(
+            hidden,
+            self.head,
+            blocks.labels,
+            blocks.scored * self.slot_weights,
+            logit_scale=self.shape.logit_scale,
+            logit_softcap=self.shape.logit_softcap,
+        )
+
+
+def mask_builder(options: TrainConfig, device: torch.device) -> MaskBuilder:
+    """The mask that `train.attention` means on this device. Raises `ConfigError` for flex attention on a CPU."""
+    on_cuda = device.type == "cuda"
+    if options.attention == "flex" and not on_cuda:
+        raise ConfigError("train.attention flex needs CUDA: it has no backward pass on a CPU", "set it to auto or sdpa")
+    if not on_cuda:
+        return attention.blockwise_mask
+    return attention.dense_mask if options.attention == "sdpa" else attention.flex_mask
