@@ -1,0 +1,164 @@
+"""The supervisor, on real process trees."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from process_trees import output_of, part, python, shell, supervised
+
+from dflash_mp.supervisor import Patience
+
+FOREVER = shell("echo up; exec sleep 600")
+# Ends itself at SIGTERM, like a feeder or a drafter; says when.
+ORDERLY = shell("trap 'echo stopped at $(date +%s%N); exit 0' TERM; echo up; while :; do sleep 0.05; done")
+STUBBORN = shell("trap '' TERM; echo up; while :; do sleep 0.05; done")
+# Starts a worker in a session of its own, as torchrun does, and waits for it whatever happens.
+_LEADER = """
+import signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", {worker!r}], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: print("leader was signalled", flush=True))
+sys.exit(worker.wait())
+"""
+_WORKER = """
+import signal, sys, time
+from dflash_mp.process import die_with_parent
+die_with_parent()
+signal.signal(signal.SIGTERM, {on_term})
+print("up", flush=True)
+time.sleep(600)
+"""
+LEADER = python(_LEADER.format(worker=_WORKER.format(on_term="lambda *_: sys.exit(0)")))
+STUBBORN_LEADER = python(_LEADER.format(worker=_WORKER.format(on_term="signal.SIG_IGN")))
+
+
+def test_the_run_is_over_when_the_working_parts_are_done(tmp_path: Path) -> None:
+    feeder = part(tmp_path, "feeder", ORDERLY, serves=True)
+    drafters = part(tmp_path, "drafters", shell("sleep 0.3; echo trained"))
+    with supervised(feeder, drafters) as run:
+        assert run.finish() == (0, "")
+        assert run.processes() == []
+    assert output_of(drafters) == "trained\n"
+    assert "stopped at" in output_of(feeder)
+
+
+def test_the_first_failure_stops_all_and_gives_exit_code_and_last_lines(tmp_path: Path) -> None:
+    fail = shell("echo up; sleep 0.3; for i in $(seq 40); do echo line $i; done; exit 6")
+    with supervised(part(tmp_path, "feeder", FOREVER, serves=True), part(tmp_path, "drafters", fail)) as run:
+        code, output = run.finish()
+        assert run.processes() == []
+    assert code == 6
+    assert "drafters failed (exit code 6)" in output
+    assert "line 40" in output
+    assert "line 1\n" not in output
+    assert str(tmp_path / "drafters.log") in output
+
+
+def test_last_lines_are_those_of_this_start(tmp_path: Path) -> None:
+    (tmp_path / "drafters.log").write_text("an older error\n")
+    with supervised(part(tmp_path, "drafters", shell("exit 3"))) as run:
+        code, output = run.finish()
+    assert code == 3
+    assert "it wrote nothing" in output
+    assert "an older error" in (tmp_path / "drafters.log").read_text()
+
+
+def test_a_serving_part_that_ends_early_is_a_failure_even_without_an_error(tmp_path: Path) -> None:
+    with supervised(
+        part(tmp_path, "feeder", shell("echo bye"), serves=True), part(tmp_path, "drafters", FOREVER)
+    ) as run:
+        code, output = run.finish()
+        assert run.processes() == []
+    assert code == 1
+    assert "feeder ended while it was still needed" in output
+    assert "bye" in output
+
+
+def test_a_part_ended_by_a_signal_counts_as_128_more(tmp_path: Path) -> None:
+    with supervised(part(tmp_path, "drafters", shell("kill -9 $$"))) as run:
+        assert run.finish()[0] == 128 + 9
+
+
+def test_an_unknown_command_is_named(tmp_path: Path) -> None:
+    with supervised(part(tmp_path, "drafters", ("no-such-command",))) as run:
+        code, output = run.finish()
+    assert code != 0
+    assert "cannot start no-such-command" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_work_first_and_then_what_serves_it(tmp_path: Path, number: signal.Signals) -> None:
+    feeder, drafters = part(tmp_path, "feeder", ORDERLY, serves=True), part(tmp_path, "drafters", ORDERLY)
+    with supervised(feeder, drafters) as run:
+        run.wait_until_up()
+        run.process.send_signal(number)
+        code, output = run.finish()
+        assert run.processes() == []
+    assert code == 128 + number
+    assert output.startswith(f"stopped by {number.name}\n")
+    times = {one.name: int(output_of(one).split("stopped at ")[1]) for one in (feeder, drafters)}
+    assert times["drafters"] < times["feeder"]
+
+
+def test_workers_in_other_sessions_are_asked_to_stop_and_their_leader_is_not(tmp_path: Path) -> None:
+    drafters = part(tmp_path, "drafters", LEADER, leads=True)
+    with supervised(drafters) as run:
+        run.wait_until_up()
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish()
+        assert run.processes() == []
+    assert code == 143
+    assert output.startswith("stopped by SIGTERM\n")
+    assert output_of(drafters) == "up\n"
+
+
+def test_what_ignores_sigterm_is_killed_when_patience_ends(tmp_path: Path) -> None:
+    patience = Patience(orderly=0.3, failure=0.3, serving=0.3)
+    with supervised(
+        part(tmp_path, "feeder", STUBBORN, serves=True),
+        part(tmp_path, "drafters", STUBBORN_LEADER, leads=True),
+        patience=patience,
+    ) as run:
+        run.wait_until_up()
+        assert len(run.processes()) >= 3
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish()
+        assert run.processes() == []
+    assert code == 143
+    assert "without a checkpoint of the last steps" in output
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with supervised(part(tmp_path, "drafters", STUBBORN)) as run:
+        run.wait_until_up()
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert run.process.poll() is None
+        started = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        code, _ = run.finish()
+        assert run.processes() == []
+    assert code == 130
+    assert time.monotonic() - started < 5
+
+
+def test_a_failure_while_stopping_is_reported_as_such(tmp_path: Path) -> None:
+    fails = shell("trap 'echo disk full; exit 6' TERM; echo up; while :; do sleep 0.05; done")
+    with supervised(part(tmp_path, "drafters", fails)) as run:
+        run.wait_until_up()
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish()
+    assert code == 6
+    assert "disk full" in output
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    with supervised(
+        part(tmp_path, "feeder", STUBBORN, serves=True), part(tmp_path, "drafters", STUBBORN_LEADER, leads=True)
+    ) as run:
+        run.wait_until_up()
+        assert len(run.processes()) >= 3
+        run.process.kill()
+        run.wait_until_gone()  # the stubborn shell's `sleep` is nobody's worker: it ends by itself, within its 0.05 s
