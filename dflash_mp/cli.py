@@ -55,5 +55,21 @@ def demo(directory: Path, wheels: Path | None) -> None:
     fetch_demo(directory, wheels, click.echo)
 
 
+@main.command()
+@_config_options
+@click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
+def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
+    """Start feeders and drafters on this machine and see them through. The same command resumes."""
+    from dflash_mp import run as launcher
+    from dflash_mp.config import load_config
+
+    loaded = load_config(config_file, overrides)
+    if plan:
+        for line in launcher.describe_plan(loaded, overrides):
+            click.echo(line)
+    else:
+        launcher.run(loaded, overrides)
+
+
 if __name__ == "__main__":
     main()

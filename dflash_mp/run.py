@@ -1,0 +1,76 @@
+"""`dflash-mp run`: feeders and drafters of one machine as one command.
+
+`plan` says what would be started; `run` checks (`dflash_mp.preflight`), takes the run directory for itself, starts the feeders and one
+torchrun group, shows what they do, and ends when the drafters are done. Each part writes to `RUN/logs/`; the resolved configuration lies in
+`RUN/config.yaml`. How it fails and stops is `dflash_mp.supervisor`'s promise: the first failure's exit code, 128 + signal
+after Ctrl-C or SIGTERM (the drafters save a checkpoint first), and never a process left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+
+import yaml
+
+from dflash_mp import __version__
+from dflash_mp.config import LoadedConfig, describe_config
+from dflash_mp.preflight import RunLock, check
+from dflash_mp.run_view import open_view
+from dflash_mp.supervisor import Part, supervise
+
+
+def run(loaded: LoadedConfig, overrides: tuple[str, ...]) -> None:
+    """Run to the end of the training. Raises `DflashError`: a check's, `PartFailed` or `Stopped`."""
+    config = loaded.config
+    check(config)
+    with RunLock(config.run_dir), open_view(config.run_dir, config.train.steps) as view:
+        _write_config(loaded)
+        supervise(plan(loaded, overrides), view, _environment())
+
+
+def plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> list[Part]:
+    """The parts that `run` starts, feeders first."""
+    config, logs = loaded.config, loaded.config.run_dir / "logs"
+    options = ["--config", str(loaded.file), *(word for text in overrides for word in ("--set", text))]
+    python = (sys.executable, "-m")
+    feeders = [
+        Part(
+            f"feeder {i}",
+            (*python, "dflash_mp.cli", "feed", "--index", str(i), *options),
+            logs / f"feeder-{i}.log",
+            serves=True,
+        )
+        for i in range(len(config.feeder_endpoints()))
+    ]
+    torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(config.train.drafters))
+    drafters = (*python, *torchrun, "-m", "dflash_mp.drafter", *options)
+    return [*feeders, Part("drafters", drafters, logs / "drafters.log", leads=True)]
+
+
+def describe_plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> Iterator[str]:
+    """Lines for `--plan`: every option with its value and source, then the commands."""
+    rows = list(describe_config(loaded))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    yield f"{'option':{widths[0]}}  {'value':{widths[1]}}  source"
+    for key, value, source in rows:
+        yield f"{key:{widths[0]}}  {value:{widths[1]}}  {source}"
+    for part in plan(loaded, overrides):
+        yield ""
+        yield f"{part.name}, output to {part.log}:"
+        yield f"  {shlex.join(part.command)}"
+
+
+def _environment() -> dict[str, str]:
+    """Processes that share cores must sleep in barriers, not spin; the rest keeps collectives on this machine and logs prompt."""
+    defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def _write_config(loaded: LoadedConfig) -> None:
+    head = f"# dflash-mp {__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(sys.argv)}\n"
+    text = yaml.safe_dump(loaded.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    (loaded.config.run_dir / "config.yaml").write_text(head + text, encoding="utf-8")
