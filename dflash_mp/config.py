@@ -92,6 +92,10 @@ class FeedConfig(_Section):
         default_factory=list, description="device of each feeder; default: target.device for all"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
+    memory_mib: float = Field(8192, gt=0, description="most memory of rows that a feeder holds; two per drafter are used")
+    insecure_no_auth: bool = Field(
+        False, description="allow addresses that other hosts can reach, though nothing authenticates who connects"
+    )
     stats_seconds: float = Field(10.0, gt=0, description="seconds between a feeder's status lines")
 
 
