@@ -1,0 +1,281 @@
+"""A drafter rank's end of the stream.
+
+`RowClient` gives rows by key, in the order scheduled, as views of preallocated memory. What a row holds depends on its key alone: which
+feeder made it, or how often it had to be asked for, cannot be seen in it. Rows are asked for ahead, as many as fit `window_mib`.
+Every wait is bounded, and its `StreamError` names the rank, the row, the feeder and the seconds, and whether that feeder is dead, busy, or
+none is left. A received byte is copied once on this side: from the socket's message into its place in the slot.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from dflash_mp.config import RunConfig, StreamConfig
+from dflash_mp.data.row import RowKey
+from dflash_mp.errors import StreamError
+from dflash_mp.stream.client_io import ClientIo
+from dflash_mp.stream.endpoints import check_endpoint
+from dflash_mp.stream.handshake import INBAND, expectations
+from dflash_mp.stream.layout import RowLayout, RowTensors
+from dflash_mp.stream.messages import VERSION, Bye, Expectations, Hello
+from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.slots import Slot, make_slots
+from dflash_mp.stream.weights import FrozenWeights, WeightsBuilder
+from dflash_mp.stream.window import Want, Window
+
+_SETTLE_SECONDS = 1.0  # how long other feeders may take to answer once one has
+
+
+@dataclass(frozen=True)
+class ClientStats:
+    """Totals since the connection. `seconds_waited` was spent in `take`; `reasked` counts rows that had to be asked for again."""
+
+    rows: int
+    bytes: int
+    seconds_waited: float
+    reasked: int
+    checksum_errors: int
+    rows_by_feeder: dict[str, int]
+
+
+class ReceivedRow:
+    """A row in its slot, until `release` (or the end of a `with` block) gives the slot back. Views must not be read after that."""
+
+    def __init__(self, want: Want, layout: RowLayout, client: RowClient) -> None:
+        self.key = want.key
+        self.feeder = want.feeder
+        self.buffer: torch.Tensor = want.slot.buffer  # the whole row: uint8 [layout.nbytes]
+        self.layout = layout
+        self.tensors: RowTensors = layout.views(want.slot.buffer)
+        self._want: Want | None = want
+        self._client = client
+
+    def release(self) -> None:
+        """Give the memory back, once; later calls do nothing."""
+        want, self._want = self._want, None
+        if want is not None:
+            self._client._release(want)
+
+    def __enter__(self) -> ReceivedRow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class RowClient:
+    """One per drafter process. `connect`, then `fetch_weights`, `schedule` and `take`; `close` at the end (or use `with`)."""
+
+    def __init__(
+        self,
+        endpoints: list[str],
+        expects: Expectations,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        plan: StreamPlan | None = None,
+        stream: StreamConfig | None = None,
+        held: int = 1,
+        pin: bool = False,
+        insecure_no_auth: bool = False,
+    ) -> None:
+        """`plan` is that of the checkpoint that is resumed; `held` the most rows taken and not yet released at any time;
+        `pin` asks for pinned slots (CUDA). Raises `StreamError` if an endpoint may not be used.
+        """
+        for endpoint in endpoints:
+            check_endpoint(endpoint, insecure_no_auth)
+        if not endpoints:
+            raise StreamError("no feeder is named", "set feed.endpoints or feed.count")
+        self._expects, self._rank, self._world, self._resumed = expects, rank, world, plan
+        self._stream = stream or StreamConfig()
+        self._held, self._pin = held, pin
+        self._incarnation = secrets.token_hex(8)
+        self._io = ClientIo(endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds)
+        self._layout: RowLayout | None = None
+        self._closed = False
+
+    @staticmethod
+    def of(
+        config: RunConfig, rank: int, world: int, *, plan: StreamPlan | None = None, held: int = 1, pin: bool = False
+    ) -> RowClient:
+        """The client of this run's configuration."""
+        return RowClient(
+            config.feeder_endpoints(),
+            expectations(config),
+            rank=rank,
+            world=world,
+            plan=plan,
+            stream=config.stream,
+            held=held,
+            pin=pin,
+            insecure_no_auth=config.feed.insecure_no_auth,
+        )
+
+    def connect(self) -> StreamPlan:
+        """Wait at most `connect_seconds` for a feeder; others may join later. Returns what is served.
+
+        Raises `StreamError` if none answers, one refuses, two serve different rows, or the window is too small.
+        """
+        self._io.start()
+        self._await_feeder()
+        self._io.settled()
+        plan = self._io.plan
+        if plan is None:
+            raise RuntimeError("a live feeder without a plan")
+        self._layout = RowLayout.of(plan)
+        self._io.window = Window(self._make_slots(self._layout))
+        self._raise_if_broken()
+        return plan
+
+    def fetch_weights(self) -> FrozenWeights:
+        """The target's embedding and head. Raises `StreamError` if nothing comes for `row_seconds`, or it arrives corrupted twice."""
+        plan = self._connected_plan()
+        weights = WeightsBuilder(plan)
+        self._io.weights = weights
+        self._io.wake()
+        received, deadline = 0, time.monotonic() + self._stream.row_seconds
+        with self._io.changed:
+            while not weights.done:
+                self._raise_if_broken()
+                if weights.bytes_received != received:
+                    received, deadline = weights.bytes_received, time.monotonic() + self._stream.row_seconds
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StreamError(
+                        f"rank {self._rank}: no more of the target's frozen weights came for {self._stream.row_seconds:g} s, "
+                        f"after {received / 2**20:.1f} MiB: {self._feeders()}",
+                        "look at the feeder's log",
+                    )
+                self._io.changed.wait(min(left, 1.0))
+        return weights.result()
+
+    def schedule(self, keys: Iterator[RowKey]) -> None:
+        """Rows that will be taken, in order, after those scheduled before. Read lazily, as the window has room."""
+        self._connected_window().schedule(keys)
+        self._io.wake()
+
+    def take(self, key: RowKey) -> ReceivedRow:
+        """Wait at most `row_seconds` for the row. Rows must be taken in the order scheduled; at most `held` may be unreleased."""
+        window = self._connected_window()
+        want = window.take(key, self._stream.row_seconds, self._too_late)
+        return ReceivedRow(want, self._connected_layout(), self)
+
+    @property
+    def stats(self) -> ClientStats:
+        window = self._connected_window()
+        return ClientStats(
+            rows=window.rows,
+            bytes=window.rows * self._connected_layout().nbytes,
+            seconds_waited=window.seconds_waited,
+            reasked=window.reasked,
+            checksum_errors=self._io.checksum_errors,
+            rows_by_feeder={link.endpoint: link.rows for link in self._io.links},
+        )
+
+    def close(self, bye: Bye | None = None) -> None:
+        """Take leave of the feeders (at most a second or so). Slots not yet released stay readable."""
+        if not self._closed:
+            self._closed = True
+            self._io.close(bye or Bye("done", "the drafter has all its rows"))
+
+    def __enter__(self) -> RowClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(None if kind is None else Bye("failed", f"the drafter failed: {kind.__name__}"))
+
+    # -- private ------------------------------------------------------------------------------------------------------------------
+
+    def _hello(self, plan: StreamPlan | None) -> Hello:
+        return Hello(
+            version=VERSION,
+            peer=f"rank {self._rank}",
+            incarnation=self._incarnation,
+            rank=self._rank,
+            world=self._world,
+            expects=self._expects,
+            plan=self._resumed or plan,
+            lanes=(INBAND,),
+        )
+
+    def _await_feeder(self) -> None:
+        deadline = time.monotonic() + self._stream.connect_seconds
+        settled: float | None = None
+        with self._io.changed:
+            while True:
+                self._raise_if_broken()
+                now = time.monotonic()
+                live = self._io.live()
+                if live and settled is None:
+                    settled = now + _SETTLE_SECONDS
+                if settled is not None and (len(live) == len(self._io.links) or now >= settled):
+                    return
+                if now >= deadline or all(link.state == "refused" for link in self._io.links):
+                    raise StreamError(
+                        f"rank {self._rank}: no feeder after {self._stream.connect_seconds:g} s: {self._feeders()}",
+                        "start the feeders (dflash-mp feed), check feed.endpoints, or raise stream.connect_seconds",
+                    )
+                self._io.changed.wait(min(0.2, deadline - now))
+
+    def _make_slots(self, layout: RowLayout) -> list[Slot]:
+        count = int(self._stream.window_mib * 2**20) // layout.nbytes
+        if count < self._held + 1:
+            raise StreamError(
+                f"rank {self._rank}: stream.window_mib is {self._stream.window_mib:g}, but {self._held} rows are in use at once and "
+                f"one must be under way, of {layout.nbytes / 2**20:.2f} MiB each",
+                f"set stream.window_mib to at least {(self._held + 1) * layout.nbytes / 2**20:.2f}",
+            )
+        return make_slots(0, count, layout.nbytes, pin=self._pin, remedy="lower stream.window_mib")
+
+    def _release(self, want: Want) -> None:
+        self._connected_window().release(want)
+        self._io.wake()
+
+    def _too_late(self, want: Want) -> StreamError:
+        start = f"rank {self._rank}: {want.key} did not come within {self._stream.row_seconds:g} s"
+        if not self._io.live():
+            return StreamError(
+                f"{start}: no feeder is left: {self._feeders()}",
+                "start a feeder again (dflash-mp feed); the run goes on from its last checkpoint",
+            )
+        asked = "it was asked of nobody"
+        if want.state == "asked":
+            asked = f"{want.feeder} was asked {time.monotonic() - want.asked_at:.0f} s ago"
+        return StreamError(
+            f"{start}: {asked}; {self._feeders()}",
+            "look at the feeder's log; if a row takes that long, raise stream.row_seconds",
+        )
+
+    def _feeders(self) -> str:
+        now = time.monotonic()
+        return "; ".join(link.describe(now) for link in self._io.links)
+
+    def _raise_if_broken(self) -> None:
+        if self._io.broken is not None:
+            raise self._io.broken
+
+    def _connected_plan(self) -> StreamPlan:
+        self._raise_if_broken()
+        if self._io.plan is None:
+            raise RuntimeError("connect first")
+        return self._io.plan
+
+    def _connected_window(self) -> Window:
+        if self._io.window is None:
+            raise RuntimeError("connect first")
+        return self._io.window
+
+    def _connected_layout(self) -> RowLayout:
+        if self._layout is None:
+            raise RuntimeError("connect first")
+        return self._layout

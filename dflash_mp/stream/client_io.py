@@ -1,0 +1,314 @@
+"""The drafter's stream thread: keeps feeders connected, asks them for rows, and receives into the window.
+
+One poller over all links. A feeder is given at most a few rows at a time (as many as it allows), the next row in order going to the live
+feeder that owes fewest: a slow feeder thereby gets as few as it manages. Rows owed by a feeder that is lost are asked of another.
+Nothing here waits longer than a poll; an exception ends the thread and surfaces in `Window.take`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from dflash_mp.errors import StreamError
+from dflash_mp.stream import messages as m
+from dflash_mp.stream.client_link import Link
+from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.handshake import unmet
+from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.wakeup import Wakeup
+from dflash_mp.stream.weights import WeightsBuilder
+from dflash_mp.stream.window import Want, Window
+
+log = logging.getLogger(__name__)
+_READS_PER_ROUND = 8
+_WEIGHT_REQUESTS = 4
+_BYE_SECONDS = 1.0
+
+
+class ClientIo:
+    """`start`, then `close`. `changed` is notified whenever a link, the weights or the thread change state."""
+
+    def __init__(
+        self, endpoints: list[str], hello: Callable[[StreamPlan | None], m.Hello], who: str, silent_seconds: float
+    ) -> None:
+        self.plan: StreamPlan | None = None
+        self.row_bytes = 0
+        self.window: Window | None = None
+        self.weights: WeightsBuilder | None = None
+        self.broken: StreamError | None = None
+        self.checksum_errors = 0
+        self.changed = threading.Condition()
+        self._hello, self._who, self._silent_seconds = hello, who, silent_seconds
+        self._connecting = True  # a refusal is an error, as long as nothing has been promised
+        self._leaving: m.Bye | None = None
+        self._weights_link: Link | None = None
+        self._weights_welcome: m.Welcome | None = None  # names the conversation in which chunks were asked for
+        self._first = itertools.count()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self.links = [Link(endpoint, self._context, self._poller) for endpoint in endpoints]
+        self._thread = threading.Thread(target=self._main, name="stream", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to ask for."""
+        self._wakeup.set()
+
+    def settled(self) -> None:
+        """The caller has its plan: from now on a refused feeder is one feeder less, not an error."""
+        self._connecting = False
+
+    def close(self, bye: m.Bye) -> None:
+        self._leaving = bye
+        self._wakeup.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=2 * _BYE_SECONDS + 1)
+        if not self._thread.is_alive():
+            self._wakeup.close()
+
+    def live(self) -> list[Link]:
+        return [link for link in self.links if link.state == "live"]
+
+    # -- the thread ---------------------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._part(self._run())
+        except StreamError as error:
+            self._break(error)
+        except BaseException as error:
+            failure = StreamError(f"{self._who}: the stream's thread failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._break(failure)
+        finally:
+            self._context.destroy(linger=500)
+
+    def _break(self, error: StreamError) -> None:
+        self.broken = error
+        if self.window is not None:
+            self.window.break_off(error)
+        self._notify()
+
+    def _run(self) -> m.Bye:
+        ping_seconds = min(1.0, self._silent_seconds / 4)
+        last = time.monotonic()
+        while self._leaving is None:
+            ready = [polled for polled, _ in self._poller.poll(int(ping_seconds * 500))]
+            if self._wakeup.fd in ready:
+                self._wakeup.clear()
+            now = time.monotonic()
+            if now - last > self._silent_seconds / 2:  # this process was stopped: no feeder is to blame
+                for link in self.links:
+                    link.heard = now
+            last = now
+            for link in self.links:
+                if any(link.owns(polled) for polled in ready):
+                    self._attend(link)
+                self._check(link, ping_seconds)
+            self._ask_for_weights()
+            self._ask_for_rows()
+        return self._leaving
+
+    def _part(self, bye: m.Bye) -> None:
+        """Say Bye and read on until it is answered, so that the feeders have surely heard it."""
+        for link in self.live():
+            link.post(bye)
+        deadline = time.monotonic() + _BYE_SECONDS
+        while self.live() and (left := deadline - time.monotonic()) > 0:
+            self._poller.poll(int(left * 1000) + 1)
+            for link in self.live():
+                self._attend(link)
+
+    # -- links --------------------------------------------------------------------------------------------------------------------
+
+    def _attend(self, link: Link) -> None:
+        if link.state == "connecting":
+            if not link.disconnected():
+                link.greet(self._hello(self.plan))
+            return
+        try:
+            for _ in range(_READS_PER_ROUND):
+                message = link.receive()
+                if message is None:
+                    break
+                self._handle(link, message)
+        except ProtocolError as error:
+            log.error("%s: %s broke the protocol: %s", self._who, link.endpoint, error.what)
+            refusal = m.Refused("malformed", m.reason(f"it broke the protocol: {error.what}"))
+            self._again(link.refuse(refusal))
+            return
+        if link.state in ("greeting", "live") and link.disconnected():
+            self._lose(link, "the connection broke")
+
+    def _check(self, link: Link, ping_seconds: float) -> None:
+        now = time.monotonic()
+        link.tick(now)
+        if link.state == "live":
+            link.ping(now, ping_seconds)
+        if link.state in ("greeting", "live") and now - link.heard > self._silent_seconds:
+            self._lose(link, f"silent for {self._silent_seconds:g} s")
+
+    def _lose(self, link: Link, why: str, bye: m.Bye | None = None) -> None:
+        owed = link.lose(why, bye)
+        log.warning("%s: lost the feeder %s: %s; %d rows asked again", self._who, link.endpoint, why, len(owed))
+        self._again(owed)
+
+    def _again(self, owed: list[Want]) -> None:
+        for want in owed:
+            if self.window is not None:
+                self.window.again(want, counts=False, why="")
+        self._notify()
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    # -- messages -----------------------------------------------------------------------------------------------------------------
+
+    def _handle(self, link: Link, message: m.Message) -> None:
+        if isinstance(message, m.Row):
+            self._row(link, message)
+        elif isinstance(message, m.Pong):
+            link.pong = message
+        elif isinstance(message, m.RowError):
+            self._row_error(link, message)
+        elif isinstance(message, m.Weights):
+            self._weights(link, message)
+        elif isinstance(message, m.Welcome):
+            self._welcome(link, message)
+        elif isinstance(message, m.Refused):
+            self._refused(link, message)
+        elif isinstance(message, m.Bye) and self._leaving is not None:
+            link.close()
+        elif isinstance(message, m.Bye):
+            self._lose(link, f"it said goodbye ({message.code}): {message.reason}", m.Bye("done", "goodbye"))
+        else:
+            raise ProtocolError(f"{type(message).__name__} is not for a drafter")
+
+    def _welcome(self, link: Link, welcome: m.Welcome) -> None:
+        if link.state != "greeting":
+            raise ProtocolError("WELCOME, though not greeted")
+        hello = self._hello(self.plan)
+        differences = unmet(hello.expects, welcome.plan)
+        if hello.plan is not None:
+            differences += hello.plan.differences(welcome.plan)
+        if differences:
+            why = m.reason(f"the plans differ (wanted = here, its own = there): {'; '.join(differences)}")
+            self._refused(link, m.Refused("plan", why, "start all feeders with the same configuration"))
+            return
+        row_bytes = RowLayout.of(welcome.plan).nbytes
+        if welcome.row_bytes != row_bytes or welcome.lane not in hello.lanes:
+            raise ProtocolError(f"WELCOME offers {welcome.row_bytes} bytes by {welcome.lane}; {row_bytes} are due")
+        if self.plan is None:
+            self.plan, self.row_bytes = welcome.plan, row_bytes
+        link.go_live(welcome)
+        log.info("%s: connected to %s, lane %s", self._who, link.endpoint, welcome.lane)
+        self._notify()
+
+    def _refused(self, link: Link, refusal: m.Refused) -> None:
+        if refusal.code == "stranger":
+            self._lose(link, "it had forgotten this drafter")
+            return
+        error = StreamError(f"{self._who}: {link.endpoint} refused: {refusal.reason}", refusal.remedy)
+        if refusal.code == "replaced" or (self._connecting and refusal.code != "full"):
+            raise error
+        if link.refusal is None or link.refusal.reason != refusal.reason:
+            log.error("%s", error)
+        self._again(link.refuse(refusal))
+
+    def _row(self, link: Link, row: m.Row) -> None:
+        want = link.asked.get(row.request)
+        if want is None or self.window is None:
+            raise ProtocolError(f"ROW answers request {row.request}, which was not made")
+        first = want.received == 0
+        if row.key != want.key or row.nbytes != self.row_bytes or row.offset != want.received:
+            raise ProtocolError(
+                f"ROW brings byte {row.offset} of {row.nbytes} of {row.key}; "
+                f"byte {want.received} of {self.row_bytes} of {want.key} is due"
+            )
+        if not first and row.checksum != want.checksum:
+            raise ProtocolError("ROW changes its checksum on the way")
+        place = want.slot.view[row.offset : row.offset + m.CHUNK_BYTES]
+        link.payload_into(place)
+        want.checksum = row.checksum
+        want.digest.update(place)
+        want.received += len(place)
+        if want.received == self.row_bytes:
+            self._row_complete(link, row, want, self.window)
+
+    def _row_complete(self, link: Link, row: m.Row, want: Want, window: Window) -> None:
+        del link.asked[row.request]
+        link.post(m.Release(row.request, row.slot))
+        if want.digest.intdigest() == row.checksum:
+            link.rows += 1
+            window.ready(want)
+            return
+        self.checksum_errors += 1
+        log.error("%s: %s arrived corrupted from %s", self._who, want.key, link.endpoint)
+        window.again(want, counts=True, why="it arrived corrupted")
+
+    def _row_error(self, link: Link, error: m.RowError) -> None:
+        want = link.asked.pop(error.request, None)
+        if want is None or self.window is None:
+            raise ProtocolError(f"ROW_ERROR answers request {error.request}, which was not made")
+        if error.retryable:
+            log.warning("%s: %s could not make %s: %s", self._who, link.endpoint, want.key, error.reason)
+            self.window.again(want, counts=True, why=error.reason)
+        else:
+            self.window.fail(want, error.reason)
+
+    def _weights(self, link: Link, message: m.Weights) -> None:
+        if self.weights is None or link is not self._weights_link:
+            raise ProtocolError("WEIGHTS, which were not asked for")
+        place = self.weights.place(message)
+        link.payload_into(place)
+        self.weights.placed(message, place)
+        self._notify()
+
+    # -- asking -------------------------------------------------------------------------------------------------------------------
+
+    def _ask_for_weights(self) -> None:
+        weights, link = self.weights, self._weights_link
+        if weights is None or weights.done:
+            self.weights = self._weights_link = None
+            return
+        if link is None or link.welcome is not self._weights_welcome:  # another feeder, or another conversation
+            weights.forget_requests()
+            self._weights_link = link = self._least_asked(None)
+            self._weights_welcome = None if link is None else link.welcome
+        if link is not None:
+            for request in weights.requests(_WEIGHT_REQUESTS):
+                link.post(request)
+
+    def _ask_for_rows(self) -> None:
+        batches: dict[str, tuple[Link, list[m.RowRequest]]] = {}
+        while self.window is not None and (want := self.window.waiting()) is not None:
+            link = self._least_asked(want.feeder if want.attempts else None)
+            if link is None:
+                break
+            self.window.asked(want, link.endpoint)
+            batches.setdefault(link.endpoint, (link, []))[1].append(link.ask(want))
+        for link, requests in batches.values():
+            link.post(m.Get(tuple(requests)))
+
+    def _least_asked(self, avoid: str | None) -> Link | None:
+        """The live link with room that owes fewest rows; not `avoid`, if there is another live one. Ties take turns."""
+        live = self.live()
+        if len(live) > 1:
+            live = [link for link in live if link.endpoint != avoid]
+        open_ = [x for x in live if x.welcome is not None and len(x.asked) < x.welcome.outstanding]
+        if not open_:
+            return None
+        turn = next(self._first) % len(open_)
+        return min(open_[turn:] + open_[:turn], key=lambda link: len(link.asked))

@@ -1,0 +1,217 @@
+"""A drafter's connection to one feeder: a socket, what was asked through it, and the signs of life.
+
+A connection is one socket and one conversation. When anything is wrong with it (the transport broke, the feeder is silent, said Bye,
+or has forgotten us) the socket is closed and a new one opened, so an answer from an old conversation can never arrive in a new one.
+A `Link` belongs to the stream's thread; other threads only read it for messages to people.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+import zmq
+
+from dflash_mp.stream import messages as m
+from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.endpoints import set_drafter_options
+from dflash_mp.stream.window import Want
+
+State = Literal["connecting", "greeting", "live", "refused", "closed"]
+_RETRY_SECONDS = 5.0  # after a refusal
+_BYE_LINGER_MS = 500
+
+
+class Link:
+    """States: connecting (no transport yet) → greeting (Hello sent) → live; refused (waits, then connects again)."""
+
+    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
+        self.endpoint = endpoint
+        self.state: State = "connecting"
+        self.since = self.heard = time.monotonic()
+        self.welcome: m.Welcome | None = None
+        self.asked: dict[int, Want] = {}  # by request number
+        self.rows = 0
+        self.pong: m.Pong | None = None
+        self.refusal: m.Refused | None = None
+        self.last_loss = ""  # why the last conversation ended
+        self.ever_live = False
+        self._context, self._poller = context, poller
+        self._unsent: deque[m.Message] = deque()
+        self._requests = self._pings = 0
+        self._pinged = 0.0
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._open()
+
+    # -- the conversation's course ------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: m.Hello) -> None:
+        """The transport stands: say who we are."""
+        if not self._unsent:
+            self._unsent.append(hello)
+        if self.flush():
+            self._enter("greeting")
+            self._poll_for(zmq.POLLIN)
+
+    def go_live(self, welcome: m.Welcome) -> None:
+        self.welcome, self.refusal, self.ever_live = welcome, None, True
+        self._enter("live")
+
+    def lose(self, why: str, bye: m.Bye | None = None) -> list[Want]:
+        """End the conversation and start anew; returns the rows that it still owed."""
+        if bye is not None:
+            self._unsent.append(bye)
+            self.flush()
+        owed = self._close(_BYE_LINGER_MS if bye is not None else 0)
+        self.last_loss = why
+        self._open()
+        return owed
+
+    def refuse(self, refusal: m.Refused) -> list[Want]:
+        """The feeder won't have us, or we won't have it: try again later. Returns the rows that it still owed."""
+        owed = self._close(0)
+        self.refusal = refusal
+        self._enter("refused")
+        return owed
+
+    def close(self) -> None:
+        """End for good."""
+        self._close(_BYE_LINGER_MS)
+        self._enter("closed")
+
+    def tick(self, now: float) -> None:
+        """What time demands: pings, and a new start after a refusal."""
+        self.flush()
+        if self.state == "refused" and now - self.since > _RETRY_SECONDS:
+            self._open()
+
+    # -- sending ------------------------------------------------------------------------------------------------------------------
+
+    def ask(self, want: Want) -> m.RowRequest:
+        """Give `want` a request number."""
+        self._requests += 1
+        self.asked[self._requests] = want
+        return m.RowRequest(self._requests, want.key)
+
+    def ping(self, now: float, every: float) -> None:
+        if now - self._pinged >= every and not self._unsent:
+            self._pinged = now
+            self._pings += 1
+            self.post(m.Ping(self._pings, self.rows))
+
+    def post(self, message: m.Message) -> bool:
+        """Send in order, now or when there is room. Bounded: all but pings answer something or await an answer."""
+        self._unsent.append(message)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Whether everything has been sent."""
+        while self._unsent and self._socket is not None:
+            try:
+                self._socket.send(m.encode(self._unsent[0]), zmq.DONTWAIT)
+            except zmq.Again:
+                return False
+            self._unsent.popleft()
+        return not self._unsent
+
+    # -- receiving ----------------------------------------------------------------------------------------------------------------
+
+    def owns(self, polled: object) -> bool:
+        return polled is self._socket or polled is self._monitor
+
+    def receive(self) -> m.Message | None:
+        """The next message; None if there is none. Raises `ProtocolError` if it isn't one."""
+        if self._socket is None:
+            return None
+        try:
+            frame = self._socket.recv(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        self.heard = time.monotonic()
+        try:
+            message = m.decode(frame)
+            if bool(self._socket.rcvmore) != isinstance(message, m.Row | m.Weights):
+                raise ProtocolError(f"a message of type {type(message).__name__} with the wrong number of frames")
+        except ProtocolError:
+            self.skip_payload()
+            raise
+        return message
+
+    def payload_into(self, place: memoryview) -> None:
+        """The frame after a `Row` or `Weights`. Raises `ProtocolError` unless it fills `place` exactly and is the last."""
+        if self._socket is None:
+            raise ProtocolError("the connection is closed")
+        nbytes = self._socket.recv_into(place, flags=zmq.DONTWAIT)
+        if nbytes != len(place) or self._socket.rcvmore:
+            self.skip_payload()
+            raise ProtocolError(f"a payload of {nbytes} bytes where {len(place)} are due")
+
+    def skip_payload(self) -> None:
+        """Drop what is left of the current message."""
+        while self._socket is not None and self._socket.rcvmore:
+            self._socket.recv(zmq.DONTWAIT, copy=False)
+
+    def disconnected(self) -> bool:
+        """Whether the transport broke since the last call."""
+        broke = False
+        while self._monitor is not None and self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            broke = True
+        return broke
+
+    # -- for people ---------------------------------------------------------------------------------------------------------------
+
+    def describe(self, now: float) -> str:
+        """This feeder in one clause."""
+        silent, for_so_long = now - self.heard, now - self.since
+        if self.state == "refused" and self.refusal is not None:
+            return f"{self.endpoint} refused: {self.refusal.reason}"
+        if self.state == "greeting":
+            return f"{self.endpoint} accepts connections but has not answered for {for_so_long:.0f} s"
+        if self.state == "connecting":
+            past = f"lost {for_so_long:.0f} s ago ({self.last_loss})" if self.ever_live else "nothing answers there"
+            return f"{self.endpoint}: {past}"
+        if silent > 3.0:
+            return f"{self.endpoint} is connected but silent for {silent:.0f} s"
+        if self.pong is None or self.pong.busy is None:
+            return f"{self.endpoint} is connected and idle"
+        return (
+            f"{self.endpoint} is connected and busy with {self.pong.busy} for {self.pong.busy_seconds + silent:.0f} s, "
+            f"{self.pong.queued} more queued"
+        )
+
+    # -- sockets ------------------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        set_drafter_options(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor.linger = 0
+        self._socket.connect(self.endpoint)
+        self._poll_for(zmq.POLLIN | zmq.POLLOUT)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._enter("connecting")
+
+    def _close(self, linger_ms: int) -> list[Want]:
+        owed = list(self.asked.values())
+        self.asked.clear()
+        self._unsent.clear()
+        self.welcome = self.pong = None
+        if self._socket is not None and self._monitor is not None:
+            self._poller.unregister(self._socket)
+            self._poller.unregister(self._monitor)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger_ms)
+        self._socket = self._monitor = None
+        return owed
+
+    def _poll_for(self, events: int) -> None:
+        if self._socket is not None:
+            self._poller.register(self._socket, events)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self.since = self.heard = time.monotonic()

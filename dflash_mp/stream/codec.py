@@ -1,0 +1,166 @@
+"""Strict reading of untrusted values into typed dataclasses.
+
+`reader(hint)` compiles a type hint into a function that takes a decoded value and its path, and returns the typed value or raises
+`ProtocolError` naming the path. Nothing is converted or guessed: an unknown key, a missing key, a wrong type (a bool is no int, an
+infinity no float) and a value outside its rule are errors. It understands int, float, bool, str, None, unions with None, Literal,
+`tuple[X, ...]`, NamedTuples (as arrays), dataclasses (as maps), and `Annotated[X, Rule]`. A dataclass may check itself further in
+`__post_init__` by raising ValueError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from dflash_mp.errors import StreamError
+
+Read = Callable[[object, str], Any]
+_LONGEST_REPR = 80
+
+
+class ProtocolError(StreamError):
+    """A peer sent something that is no message of this protocol."""
+
+
+class Rule(NamedTuple):
+    """What a value must satisfy beyond its type; `holds` is only given values of that type."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+def between(low: float, high: float) -> Rule:
+    """low ≤ value ≤ high."""
+    return Rule(f"from {low} to {high}", lambda value: low <= value <= high)
+
+
+def at_most(length: int) -> Rule:
+    """No longer than `length` characters or items."""
+    return Rule(f"no longer than {length}", lambda value: len(value) <= length)
+
+
+def shown(value: object) -> str:
+    """`value` in an error message: shortened, on one line."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}…"
+
+
+def plain(value: object) -> Any:
+    """The reverse of reading: dataclasses to maps, tuples to lists, all else as it is."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@cache
+def reader(hint: Any) -> Read:
+    """A reader for values of the type `hint`. TypeError if the hint is of a kind that this module doesn't know."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _ruled(reader(args[0]), args[1:])
+    if origin in (typing.Union, types.UnionType) and len(args) == 2 and type(None) in args:
+        inner = reader(next(arg for arg in args if arg is not type(None)))
+        return lambda value, path: None if value is None else inner(value, path)
+    if origin is typing.Literal:
+        return _literal(args)
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return _tuple(reader(args[0]))
+    if hint is float:
+        return _float
+    if hint in (int, bool, str):
+        return _exactly(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _dataclass(hint)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _named_tuple(hint)
+    raise TypeError(f"no reader for {hint!r}")
+
+
+def _ruled(inner: Read, rules: tuple[Rule, ...]) -> Read:
+    def read(value: object, path: str) -> Any:
+        result = inner(value, path)
+        for rule in rules:
+            if not rule.holds(result):
+                raise ProtocolError(f"{path} must be {rule.says}, not {shown(value)}")
+        return result
+
+    return read
+
+
+def _exactly(kind: type) -> Read:
+    def read(value: object, path: str) -> Any:
+        if type(value) is not kind:
+            raise _wrong_type(kind.__name__, value, path)
+        return value
+
+    return read
+
+
+def _float(value: object, path: str) -> float:
+    if type(value) not in (float, int):
+        raise _wrong_type("float", value, path)
+    number = float(typing.cast(float, value))
+    if not math.isfinite(number):
+        raise ProtocolError(f"{path} must be finite, not {number}")
+    return number
+
+
+def _literal(choices: tuple[object, ...]) -> Read:
+    def read(value: object, path: str) -> Any:
+        if type(value) is not str or value not in choices:
+            raise ProtocolError(f"{path} must be one of {', '.join(map(str, choices))}, not {shown(value)}")
+        return value
+
+    return read
+
+
+def _tuple(item: Read) -> Read:
+    def read(value: object, path: str) -> Any:
+        if not isinstance(value, tuple):
+            raise _wrong_type("array", value, path)
+        return tuple(item(entry, f"{path}[{index}]") for index, entry in enumerate(value))
+
+    return read
+
+
+def _named_tuple(kind: Any) -> Read:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = [(name, reader(hints[name])) for name in kind._fields]
+
+    def read(value: object, path: str) -> Any:
+        if not isinstance(value, tuple) or len(value) != len(fields):
+            raise _wrong_type(f"array of {len(fields)}", value, path)
+        return kind(*(item(entry, f"{path}.{name}") for (name, item), entry in zip(fields, value, strict=True)))
+
+    return read
+
+
+def _dataclass(kind: type) -> Read:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
+
+    def read(value: object, path: str) -> Any:
+        if not isinstance(value, dict):
+            raise _wrong_type("map", value, path)
+        if unknown := [key for key in value if key not in fields]:
+            raise ProtocolError(f"{path} has an unknown key {shown(unknown[0])}")
+        if missing := [key for key in fields if key not in value]:
+            raise ProtocolError(f"{path} lacks the key {missing[0]!r}")
+        typed = {key: item(value[key], f"{path}.{key}") for key, item in fields.items()}
+        try:
+            return kind(**typed)
+        except ValueError as error:
+            raise ProtocolError(f"{path}: {error}") from None
+
+    return read
+
+
+def _wrong_type(wanted: str, value: object, path: str) -> ProtocolError:
+    return ProtocolError(f"{path} must be of type {wanted}, not {type(value).__name__} ({shown(value)})")

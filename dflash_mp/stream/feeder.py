@@ -1,0 +1,217 @@
+"""A feeder: makes rows on request and serves them, with the target's frozen weights, to any number of drafters.
+
+`FeederService` holds no state of the run: what it serves is a function of the plan. `serve` computes in the caller's thread while an
+I/O thread talks; a row is computed straight into the slot that it is sent from, and is not copied again on this side. Memory is
+bounded by `memory_mib`, whatever peers do. A `compute` that raises costs its row only: the drafter gets the reason. Failures of the
+service itself (address taken, too little memory) are `StreamError`; an I/O thread that dies takes `serve` with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import xxhash
+
+from dflash_mp.data.row import RowKey
+from dflash_mp.errors import DflashError, StreamError
+from dflash_mp.stream.feeder_io import FeederIo
+from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Job, Peers
+from dflash_mp.stream.handshake import INBAND
+from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.messages import Bye, reason
+from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.slots import SlotPool
+from dflash_mp.stream.weights import FrozenWeights, WeightsServer
+
+Compute = Callable[[RowKey, torch.Tensor], None]
+log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class DrafterStatus:
+    """One connected drafter. `rows` are those that it has received."""
+
+    name: str
+    rank: int
+    lane: str
+    outstanding: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class FeederStatus:
+    """What a feeder did in the last `seconds`. The three shares are of the compute thread's time."""
+
+    seconds: float
+    rows: int  # since the start
+    rows_per_second: float
+    tokens_per_second: float
+    gigabytes_per_second: float
+    computing: float
+    idle: float  # waited for drafters to ask
+    blocked: float  # waited for drafters to take
+    malformed: int  # messages refused since the start
+    drafters: tuple[DrafterStatus, ...]
+
+    def line(self) -> str:
+        """The status on one line."""
+        connected = ", ".join(f"{d.name} ({d.lane}, {d.outstanding} asked)" for d in self.drafters) or "none"
+        waits = "nothing"
+        if max(self.idle, self.blocked) >= 0.05:
+            waits = "drafters to ask" if self.idle >= self.blocked else "drafters to take"
+        return (
+            f"{self.rows} rows | {self.rows_per_second:.2f} rows/s, {self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.gigabytes_per_second:.3f} GB/s | computing {self.computing:.0%}, idle {self.idle:.0%}, "
+            f"blocked {self.blocked:.0%}: waits for {waits} | drafters: {connected}"
+        )
+
+
+class FeederService:
+    """Listens from construction on; `serve` answers. A context manager: leaving it closes."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        plan: StreamPlan,
+        weights: FrozenWeights,
+        *,
+        run: str,
+        silent_seconds: float = 15.0,
+        memory_mib: float = 8192.0,
+        insecure_no_auth: bool = False,
+        pin: bool = False,
+    ) -> None:
+        """Take the address. `run` names the run's directory; `pin` makes slots of pinned memory, for a target on CUDA."""
+        self.plan = plan
+        self.layout = RowLayout.of(plan)
+        capacity = int(memory_mib * 2**20) // self.layout.nbytes
+        if capacity < 1:
+            needed = SLOTS_PER_PEER * self.layout.nbytes / 2**20
+            raise StreamError(
+                f"feed.memory_mib is {memory_mib:g}, but one row has {self.layout.nbytes / 2**20:.1f} MiB",
+                f"set it to at least {needed:.0f} for each drafter that will connect",
+            )
+        pool = SlotPool(capacity, self.layout.nbytes, pin=pin)
+        self._peers = Peers(pool, self.layout.nbytes, plan.data.held_out_rows)
+        self._io = FeederIo(
+            endpoint=endpoint,
+            insecure_no_auth=insecure_no_auth,
+            run=run,
+            plan=plan,
+            row_bytes=self.layout.nbytes,
+            peers=self._peers,
+            weights=WeightsServer(weights, plan),
+            silent_seconds=silent_seconds,
+        )
+        self._meter = _Meter(self._peers, self.layout)
+        self._pool = pool
+        self._closed = False
+
+    @property
+    def endpoint(self) -> str:
+        """The address listened on, with the port that was got."""
+        return self._io.endpoint
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that rows take up now."""
+        return self._pool.made * self.layout.nbytes
+
+    def serve(self, compute: Compute, stop: threading.Event, stats_seconds: float = 10.0) -> None:
+        """Answer drafters until `stop` is set, then take leave of them.
+
+        `compute(key, buffer)` fills `buffer`, uint8 [layout.nbytes], with the row `key`. A `DflashError` that it raises is passed on
+        to the drafter as final; any other exception as worth another attempt, and is logged here with its traceback.
+        """
+        self._io.start()
+        bye = Bye("failed", "the feeder failed; its own log says why")
+        try:
+            due = time.monotonic() + stats_seconds
+            while not stop.is_set():
+                if self._io.broken is not None:
+                    raise StreamError("the feeder's I/O thread failed", "this is a bug: report it") from self._io.broken
+                self._log_notes()
+                job = self._peers.next_job(_POLL_SECONDS)
+                if job is not None:
+                    self._make(compute, job)
+                if time.monotonic() >= due:
+                    log.info("%s", self.status().line())
+                    due = time.monotonic() + stats_seconds
+            bye = Bye("stopped", "the feeder was told to stop")
+        finally:
+            self.close(bye)
+
+    def status(self) -> FeederStatus:
+        """What happened since the last call, or the start."""
+        return self._meter.read(self._io.malformed)
+
+    def close(self, bye: Bye | None = None) -> None:
+        """Take leave of the drafters (at most two seconds) and give up the address."""
+        if not self._closed:
+            self._closed = True
+            self._io.close(bye or Bye("stopped", "the feeder was closed"))
+            self._log_notes()
+
+    def __enter__(self) -> FeederService:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self, compute: Compute, job: Job) -> None:
+        slot = job.transfer.slot
+        try:
+            compute(job.key, slot.buffer)
+        except DflashError as error:
+            self._peers.fail(job, reason(str(error)), retryable=False)
+        except Exception as error:
+            log.exception("%s could not be made", job.key)
+            self._peers.fail(job, reason(f"{type(error).__name__}: {error}"), retryable=True)
+        else:
+            self._peers.finish(job, xxhash.xxh3_64_intdigest(slot.view))
+        self._io.wake()
+
+    def _log_notes(self) -> None:
+        while self._io.notes:
+            log.info("%s", self._io.notes.popleft())
+
+
+class _Meter:
+    """Differences of the peers' counters between two readings."""
+
+    def __init__(self, peers: Peers, layout: RowLayout) -> None:
+        self._peers, self._layout = peers, layout
+        self._last = self._read()
+
+    def read(self, malformed: int) -> FeederStatus:
+        last, self._last = self._last, self._read()
+        when, rows, computing, idle, blocked = (now - before for now, before in zip(self._last, last, strict=True))
+        seconds = max(when, 1e-9)
+        rate = rows / seconds
+        return FeederStatus(
+            seconds=seconds,
+            rows=self._peers.rows,
+            rows_per_second=rate,
+            tokens_per_second=rate * self._layout.row_tokens,
+            gigabytes_per_second=rate * self._layout.nbytes / 1e9,
+            computing=computing / seconds,
+            idle=idle / seconds,
+            blocked=blocked / seconds,
+            malformed=malformed,
+            drafters=tuple(
+                DrafterStatus(p.hello.peer, p.hello.rank, INBAND, p.outstanding, p.rows) for p in self._peers.all()
+            ),
+        )
+
+    def _read(self) -> tuple[float, float, float, float, float]:
+        waits = self._peers.waits
+        return time.monotonic(), self._peers.rows, waits.computing, waits.idle, waits.blocked

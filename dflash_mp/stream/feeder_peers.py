@@ -1,0 +1,297 @@
+"""Who a feeder serves, what each has asked for, and where its rows are: the state shared by the feeder's two threads.
+
+Everything here is bounded: a peer may have `OUTSTANDING` rows asked for and holds at most `SLOTS_PER_PEER` slots of memory, and no more
+peers are admitted than there is memory for. One that asks for more than it was told breaks the protocol, which the I/O thread
+answers by dropping it. Peers take turns, one row each; a peer's own rows keep its order. A slot is reused when its drafter released
+it or is gone: never because a send was reported done.
+
+All methods may be called from either thread. The compute thread waits in `next_job`; nothing else waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from dflash_mp.data.row import RowKey
+from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.messages import (
+    CHUNK_BYTES,
+    Get,
+    GetWeights,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Row,
+    RowError,
+    RowRequest,
+    Weights,
+)
+from dflash_mp.stream.slots import Slot, SlotPool
+from dflash_mp.stream.weights import WeightsServer
+
+OUTSTANDING = 3  # rows a drafter may ask one feeder for: one waiting, one in the making, one on the wire
+SLOTS_PER_PEER = 2  # of which the last two need memory
+_WEIGHT_REQUESTS = 8
+
+
+@dataclass
+class Transfer:
+    """A row in a slot: being made, then sent from `offset` on, then kept until it is released."""
+
+    request: RowRequest
+    slot: Slot
+    made: bool = False
+    checksum: int = 0
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class Peer:
+    """One drafter on one connection."""
+
+    identity: bytes
+    hello: Hello
+    heard: float
+    waiting: deque[RowRequest] = field(default_factory=deque)
+    transfers: dict[int, Transfer] = field(default_factory=dict)  # by request
+    ready: deque[Transfer] = field(default_factory=deque)  # made, not wholly sent
+    errors: deque[RowError] = field(default_factory=deque)
+    weights: deque[GetWeights] = field(default_factory=deque)
+    rows: int = 0
+    gone: bool = False
+
+    @property
+    def outstanding(self) -> int:
+        return len(self.waiting) + len(self.transfers) + len(self.errors)
+
+
+@dataclass
+class Job:
+    """A row to be made for `peer`."""
+
+    peer: Peer
+    transfer: Transfer
+
+    @property
+    def key(self) -> RowKey:
+        return self.transfer.request.key
+
+
+@dataclass
+class Waits:
+    """Seconds of the compute thread since the start, by what it did."""
+
+    computing: float = 0.0
+    idle: float = 0.0  # no drafter wanted a row
+    blocked: float = 0.0  # rows wanted, but every slot that may be used awaits its release
+
+
+class Peers:
+    """The peers of a feeder whose rows have `row_bytes` bytes."""
+
+    def __init__(self, pool: SlotPool, row_bytes: int, held_out_rows: int) -> None:
+        self.waits = Waits()
+        self.busy: tuple[RowKey, float] | None = None  # the row in the making, and since when
+        self.rows = 0
+        self._pool = pool
+        self._row_bytes = row_bytes
+        self._held_out_rows = held_out_rows
+        self._slots_per_peer = min(SLOTS_PER_PEER, pool.capacity)
+        self._peers: dict[bytes, Peer] = {}
+        self._turns: deque[Peer] = deque()  # the peer served longest ago first
+        self._changed = threading.Condition()
+
+    # -- I/O thread ---------------------------------------------------------------------------------------------------------------
+
+    def greet(self, identity: bytes, hello: Hello) -> tuple[Refused | None, list[Peer]]:
+        """Admit a drafter; returns a refusal or None, and the peers whose place it takes (they are removed)."""
+        with self._changed:
+            replaced = [p for p in self._peers.values() if p.hello.peer == hello.peer or p.identity == identity]
+            others = len(self._peers) - len(replaced)
+            if (others + 1) * self._slots_per_peer > self._pool.capacity:
+                needed = (others + 1) * self._slots_per_peer * self._row_bytes / 2**20
+                return Refused(
+                    "full",
+                    f"the feeder has memory for {others} drafters of {self._row_bytes / 2**20:.1f} MiB rows",
+                    f"start it with feed.memory_mib of at least {needed:.0f}, or start another feeder",
+                ), []
+            for old in replaced:
+                self._remove(old)
+            peer = Peer(identity, hello, time.monotonic())
+            self._peers[identity] = peer
+            self._turns.append(peer)
+            return None, replaced
+
+    def find(self, identity: bytes) -> Peer | None:
+        """The admitted peer with this identity; being asked for counts as a sign of life."""
+        with self._changed:
+            peer = self._peers.get(identity)
+            if peer is not None:
+                peer.heard = time.monotonic()
+            return peer
+
+    def get(self, peer: Peer, message: Get) -> None:
+        """Queue the rows asked for. Raises `ProtocolError` if there are too many or one is asked for twice."""
+        with self._changed:
+            for request in message.requests:
+                asked = {r.request for r in peer.waiting} | set(peer.transfers) | {e.request for e in peer.errors}
+                if request.request in asked:
+                    raise ProtocolError(f"GET uses the request number {request.request} twice")
+                if peer.outstanding >= OUTSTANDING:
+                    raise ProtocolError(f"GET asks for more than {OUTSTANDING} rows at once")
+                if request.key.split == "held_out" and request.key.ordinal >= self._held_out_rows:
+                    why = f"there are {self._held_out_rows} held-out rows"
+                    peer.errors.append(RowError(request.request, request.key, why, retryable=False))
+                else:
+                    peer.waiting.append(request)
+            self._changed.notify()
+
+    def get_weights(self, peer: Peer, message: GetWeights) -> None:
+        with self._changed:
+            if len(peer.weights) >= _WEIGHT_REQUESTS:
+                raise ProtocolError(f"GET_WEIGHTS asks for more than {_WEIGHT_REQUESTS} chunks at once")
+            peer.weights.append(message)
+
+    def release(self, peer: Peer, message: Release) -> None:
+        """Free the slot of a row. Raises `ProtocolError` unless all of that row was sent to this peer from that slot."""
+        with self._changed:
+            transfer = peer.transfers.get(message.request)
+            if transfer is None or transfer.slot.index != message.slot or transfer.offset < self._row_bytes:
+                raise ProtocolError(
+                    f"RELEASE of request {message.request}, slot {message.slot}, which it does not hold"
+                )
+            del peer.transfers[message.request]
+            self._pool.give_back(transfer.slot)
+            peer.rows += 1
+            self._changed.notify()
+
+    def remove(self, peer: Peer) -> None:
+        """Forget the peer and free what it holds."""
+        with self._changed:
+            self._remove(peer)
+
+    def remove_silent(self, before: float) -> list[Peer]:
+        """Remove and return the peers not heard of since the time `before`."""
+        with self._changed:
+            silent = [peer for peer in self._peers.values() if peer.heard < before]
+            for peer in silent:
+                self._remove(peer)
+            return silent
+
+    def excuse_silence(self) -> None:
+        """Count every peer as heard now: this process itself was stopped for a while."""
+        with self._changed:
+            for peer in self._peers.values():
+                peer.heard = time.monotonic()
+
+    def all(self) -> list[Peer]:
+        with self._changed:
+            return list(self._peers.values())
+
+    def queued(self) -> int:
+        with self._changed:
+            return sum(len(peer.waiting) for peer in self._peers.values())
+
+    def next_outgoing(self, peer: Peer, weights: WeightsServer) -> tuple[Message, memoryview | None] | None:
+        """What to send to the peer next. Call `sent` when it has been sent; until then it stays what is next."""
+        with self._changed:
+            if peer.errors:
+                return peer.errors[0], None
+            if peer.weights:
+                return weights.chunk(peer.weights[0])
+            if not peer.ready:
+                return None
+            row = peer.ready[0]
+            header = Row(
+                row.request.request, row.request.key, row.slot.index, row.offset, self._row_bytes, row.checksum
+            )
+            return header, row.slot.view[row.offset : row.offset + CHUNK_BYTES]
+
+    def sent(self, peer: Peer, message: Message) -> None:
+        """`message`, got from `next_outgoing`, is on its way."""
+        with self._changed:
+            if isinstance(message, RowError):
+                peer.errors.popleft()
+            elif isinstance(message, Weights):
+                peer.weights.popleft()
+            else:
+                peer.ready[0].offset += CHUNK_BYTES
+                if peer.ready[0].offset >= self._row_bytes:
+                    peer.ready.popleft()
+
+    # -- compute thread -----------------------------------------------------------------------------------------------------------
+
+    def next_job(self, seconds: float) -> Job | None:
+        """The next row to make, of the peer whose turn it is; None after `seconds` without one."""
+        before = time.monotonic()
+        deadline, blocked = before + seconds, False
+        with self._changed:
+            while True:
+                job, wanted = self._take_turn()
+                now = time.monotonic()
+                if blocked:
+                    self.waits.blocked += now - before
+                else:
+                    self.waits.idle += now - before
+                if job is not None:
+                    self.busy = job.key, now
+                if job is not None or now >= deadline:
+                    return job
+                before, blocked = now, wanted
+                self._changed.wait(deadline - now)
+
+    def finish(self, job: Job, checksum: int) -> None:
+        """The row is in its slot: send it."""
+        with self._changed:
+            self._idle_again()
+            self.rows += 1
+            if job.peer.gone:
+                self._pool.give_back(job.transfer.slot)
+                return
+            job.transfer.made, job.transfer.checksum = True, checksum
+            job.peer.ready.append(job.transfer)
+
+    def fail(self, job: Job, why: str, retryable: bool) -> None:
+        """The row could not be made: say so to who asked."""
+        with self._changed:
+            self._idle_again()
+            self._pool.give_back(job.transfer.slot)
+            if not job.peer.gone:
+                request = job.transfer.request
+                del job.peer.transfers[request.request]
+                job.peer.errors.append(RowError(request.request, request.key, why, retryable))
+
+    def _take_turn(self) -> tuple[Job | None, bool]:
+        wanted = False
+        for peer in list(self._turns):
+            if not peer.waiting:
+                continue
+            wanted = True
+            slot = self._pool.take() if len(peer.transfers) < self._slots_per_peer else None
+            if slot is not None:
+                self._turns.remove(peer)
+                self._turns.append(peer)
+                transfer = Transfer(peer.waiting.popleft(), slot)
+                peer.transfers[transfer.request.request] = transfer
+                return Job(peer, transfer), True
+        return None, wanted
+
+    def _idle_again(self) -> None:
+        if self.busy is not None:
+            self.waits.computing += time.monotonic() - self.busy[1]
+        self.busy = None
+
+    def _remove(self, peer: Peer) -> None:
+        if self._peers.pop(peer.identity, None) is None:
+            return
+        self._turns.remove(peer)
+        peer.gone = True
+        for transfer in peer.transfers.values():
+            if transfer.made:  # the compute thread gives back the slot that it is filling
+                self._pool.give_back(transfer.slot)
+        peer.ready.clear()
+        self._changed.notify()

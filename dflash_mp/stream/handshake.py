@@ -1,0 +1,68 @@
+"""Whether a drafter and a feeder belong together.
+
+A feeder checks a `Hello` with `refusal`; a drafter states what it knows in `Expectations`. Every refusal says what differs and on which
+side to change it.
+"""
+
+from __future__ import annotations
+
+from dflash_mp.config import RunConfig
+from dflash_mp.stream.messages import Expectations, Hello, Refused, reason
+from dflash_mp.stream.plan import StreamPlan
+
+INBAND = "inband"  # payload in frames on the same socket
+
+
+def expectations(config: RunConfig) -> Expectations:
+    """What this run's configuration says of the rows that it wants."""
+    layer_ids = config.target.layer_ids
+    return Expectations(
+        run=config.run_dir.absolute().name,
+        seed=config.seed,
+        row_tokens=config.data.row_tokens,
+        layer_ids=None if layer_ids is None else tuple(layer_ids),
+    )
+
+
+def refusal(hello: Hello, plan: StreamPlan, run: str) -> Refused | None:
+    """Why a feeder of `run` that serves `plan` must not serve this drafter; None if it may."""
+    if hello.expects.run != run:
+        return Refused(
+            "run",
+            reason(f"this feeder serves the run {run!r}, the drafter belongs to the run {hello.expects.run!r}"),
+            "give both the same run_dir, or the drafter its own run's feed.endpoints",
+        )
+    if INBAND not in hello.lanes:
+        return Refused(
+            "version", f"the drafter takes rows by {', '.join(hello.lanes)}, this feeder sends them {INBAND}"
+        )
+    if differences := unmet(hello.expects, plan):
+        return Refused(
+            "plan",
+            reason(f"the feeder serves other rows than the drafter's configuration says: {'; '.join(differences)}"),
+            "start feeder and drafter with the same configuration; prepare the data again if data.* changed",
+        )
+    if hello.plan is not None and (differences := hello.plan.differences(plan)):
+        return Refused(
+            "plan",
+            reason(
+                f"the drafter is bound to other rows (drafter = here, feeder = there): {'; '.join(differences)}",
+            ),
+            "serve the dataset and target that the checkpoint was trained on, or start a new run_dir",
+        )
+    return None
+
+
+def unmet(expects: Expectations, plan: StreamPlan) -> list[str]:
+    """Each fact that `plan` doesn't have as expected, as text."""
+    pairs = {
+        "seed": (expects.seed, plan.data.seed),
+        "data.row_tokens": (expects.row_tokens, plan.data.row_tokens),
+        "dataset fingerprint": (expects.dataset, plan.data.dataset),
+        "target.layer_ids": (expects.layer_ids, plan.target.layer_ids),
+    }
+    return [
+        f"{name}: {wanted} wanted, {served} served"
+        for name, (wanted, served) in pairs.items()
+        if wanted is not None and wanted != served
+    ]

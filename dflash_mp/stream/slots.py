@@ -1,0 +1,58 @@
+"""Memory that rows live in: allocated once, reused for ever, 64-byte aligned, pinned when asked.
+
+Reuse is not a nicety: memory that the kernel has to map afresh for each row costs several times the copy into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash_mp.errors import StreamError
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Room for one row: `buffer` (uint8 on the CPU) and `view`, the same bytes for sockets and checksums."""
+
+    index: int
+    buffer: torch.Tensor
+    view: memoryview
+
+
+def make_slots(first_index: int, count: int, nbytes: int, *, pin: bool, remedy: str) -> list[Slot]:
+    """`count` slots of `nbytes` bytes in one allocation. `StreamError` with `remedy` if there is too little memory."""
+    stride = -(-nbytes // _ALIGN) * _ALIGN
+    try:
+        slab = torch.empty(count * stride + _ALIGN, dtype=torch.uint8, pin_memory=pin and torch.cuda.is_available())
+    except RuntimeError as error:
+        raise StreamError(
+            f"no memory for {count} rows of {nbytes / 2**20:.1f} MiB: {str(error).splitlines()[0]}", remedy
+        ) from None
+    start = -slab.data_ptr() % _ALIGN
+    buffers = [slab[start + i * stride : start + i * stride + nbytes] for i in range(count)]
+    return [Slot(first_index + i, buffer, buffer.numpy().data) for i, buffer in enumerate(buffers)]
+
+
+class SlotPool:
+    """Slots made when first needed, up to `capacity`. Not locked: its owner is."""
+
+    def __init__(self, capacity: int, nbytes: int, *, pin: bool) -> None:
+        self.capacity = capacity
+        self.made = 0
+        self._nbytes = nbytes
+        self._pin = pin
+        self._free: list[Slot] = []
+
+    def take(self) -> Slot | None:
+        """A free slot, the one freed last first (its memory is the warmest); None if all are in use."""
+        if not self._free and self.made < self.capacity:
+            self._free = make_slots(self.made, 1, self._nbytes, pin=self._pin, remedy="lower feed.memory_mib")
+            self.made += 1
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.append(slot)
