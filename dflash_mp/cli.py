@@ -57,6 +57,22 @@ def demo(directory: Path, wheels: Path | None) -> None:
 
 @main.command()
 @_config_options
+@click.option(
+    "--show", default=0, metavar="N", help="Print the first N prepared documents with the supervised part marked."
+)
+@click.option("--force", is_flag=True, help="Replace a prepared dataset that was made with other settings or sources.")
+def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: bool) -> None:
+    """Tokenise the documents of data.sources and pack them into rows, at data.path."""
+    from dflash_mp.config import load_config
+    from dflash_mp.data.report import prepare_and_report
+    from dflash_mp.target.tokenizer import load_tokenizer
+
+    config = load_config(config_file, overrides).config
+    prepare_and_report(config.data, load_tokenizer(config.target), seed=config.seed, show=show, force=force)
+
+
+@main.command()
+@_config_options
 @click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
 def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
     """Start feeders and drafters on this machine and see them through. The same command resumes."""

@@ -1,0 +1,208 @@
+"""Render a conversation and say exactly which characters of it the target would generate: the assistant's, end of turn included.
+
+A span begins after the generation prompt and ends with the end-of-turn token. The full rendering of the conversation is the truth;
+spans are located in it in one of three ways, each exact or refused:
+
+1. inside the template's own `{% generation %}` markers;
+2. by a skeleton per sequence of roles (`data/skeleton.py`): costs one rendering per conversation;
+3. where contents are not printed as they are (tool calls, rewriting templates): by rendering the conversation again with one turn
+   replaced, and its prefixes: two renderings per turn.
+
+A conversation that the template refuses, or a turn that cannot be located, raises `DataError` with its place; a wrong mask is never made.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_mp.data.chat_template import ChatTemplate, TemplateProblem
+from dflash_mp.data.documents import Document, Message
+from dflash_mp.data.skeleton import (
+    Shape,
+    Skeleton,
+    Slot,
+    Span,
+    Turn,
+    has_stand_ins,
+    readings,
+    split_stand_ins,
+    stand_in,
+)
+from dflash_mp.errors import DataError
+
+_KEPT_SKELETONS = 4096
+Tools = list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered conversation and the assistant's spans in it, in order."""
+
+    text: str
+    spans: list[Span]
+
+
+class SpanFinder:
+    """Annotates conversations for one chat template; remembers the skeletons it has met."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._skeletons: dict[tuple[Any, ...], Skeleton | None] = {}
+
+    def annotate(self, document: Document) -> Rendered:
+        """Render the conversation of `document` and locate its assistant turns. Raises `DataError`."""
+        messages, tools = document.messages or [], document.tools
+        try:
+            if self._template.has_markers(tools):
+                return self._by_markers(messages, tools)
+            text = self._template.render(messages, tools)
+            spans = self._by_skeleton(text, messages, tools)
+            return Rendered(text, self._by_replacement(text, messages, tools) if spans is None else spans)
+        except TemplateProblem as problem:
+            raise DataError(
+                f"{document.place}: {problem}",
+                "fix or remove the record, or mark the assistant's turns in the target's chat template with {% generation %}",
+            ) from None
+
+    # 1. Markers
+
+    def _by_markers(self, messages: list[Message], tools: Tools) -> Rendered:
+        text, blocks = self._template.render_marked(messages, tools)
+        joined: list[tuple[int, int]] = []
+        for start, end in blocks:
+            if joined and joined[-1][1] == start:
+                start, _ = joined.pop()
+            joined.append((start, end))
+        return Rendered(text, [self._inside(text, start, end) for start, end in joined])
+
+    def _inside(self, text: str, start: int, end: int) -> Span:
+        """The span of a marked block: without a generation prompt that it may hold, and with the end of turn that may follow it."""
+        block = text[start:end]
+        header = next((p for p in self._template.generation_prompts if p and block.startswith(p)), "")
+        opening = self._template.find_end(block, 0)
+        if not header and opening and any(p.startswith(opening[1]) for p in self._template.generation_prompts):
+            raise TemplateProblem(
+                "the template's generation block begins with a header that is not its generation prompt"
+            )
+        spoken = block.rstrip()
+        for token in self._template.ends:
+            if spoken.endswith(token):
+                return Span(start + len(header), start + len(spoken) - len(token), token)
+        found = self._template.find_end(text, end)
+        if found is None:
+            raise TemplateProblem(f"no end-of-turn token follows the template's generation block at character {end}")
+        return Span(start + len(header), *found)
+
+    # 2. Skeleton
+
+    def _by_skeleton(self, text: str, messages: list[Message], tools: Tools) -> list[Span] | None:
+        for shapes, parts in readings(messages):
+            skeleton = self._skeleton(shapes, tools)
+            spans = skeleton.spans(text, parts) if skeleton else None
+            if spans is not None:
+                return spans
+        return None
+
+    def _skeleton(self, shapes: list[Shape], tools: Tools) -> Skeleton | None:
+        key = (*shapes, json.dumps(tools, sort_keys=True) if tools else "")
+        if key not in self._skeletons:
+            if len(self._skeletons) >= _KEPT_SKELETONS:
+                self._skeletons.clear()
+            self._skeletons[key] = self._make_skeleton(shapes, tools)
+        return self._skeletons[key]
+
+    def _make_skeleton(self, shapes: list[Shape], tools: Tools) -> Skeleton | None:
+        stand_ins = [stand_in(number, shape) for number, shape in enumerate(shapes)]
+        try:
+            texts, slots = split_stand_ins(self._template.render(stand_ins, tools))
+        except TemplateProblem:
+            return None  # it renders the real conversation, but not stand-ins
+        turns = []
+        for number, (role, _) in enumerate(shapes):
+            mine = [place for place, (message, _) in enumerate(slots) if message == number]
+            if role != "assistant" or not mine:
+                continue
+            once = len({slots[place] for place in mine}) == len(mine) == mine[-1] - mine[0] + 1
+            before = slots[mine[0] - 1] if mine[0] else None
+            lead = self._lead(stand_ins[:number], tools, texts[mine[0]], before) if once else None
+            end = self._template.find_end(texts[mine[-1] + 1], 0, header=texts[0])
+            if lead is None or end is None:
+                return None
+            turns.append(Turn(mine[0], mine[-1], lead, *end))
+        return Skeleton(texts, slots, tuple(turns))
+
+    def _lead(self, earlier: list[Message], tools: Tools, text: str, before: Slot | None) -> int | None:
+        """How much of `text`, the fixed text between slot `before` and an assistant's first slot, is given to the target."""
+        if not earlier:
+            return next((text.rfind(p) + len(p) for p in self._template.generation_prompts if p and p in text), None)
+        for mode in range(len(self._template.modes)):
+            try:
+                texts, slots = split_stand_ins(self._template.render(earlier, tools, prompt=True, mode=mode))
+                silent, _ = split_stand_ins(self._template.render(earlier, tools, mode=mode))
+            except TemplateProblem:
+                return None  # the template does not speak after these messages
+            if (slots[-1] if slots else None) != before:
+                return None
+            if text.startswith(texts[-1]):
+                # A template without a generation prompt leaves the role's name to be read as a header.
+                header_only = texts == silent and text[len(texts[-1]) :].strip()
+                return len(text) if header_only else len(texts[-1])
+            if mode == 0:
+                given = texts[-1]
+        # Earlier turns are printed without the thinking that the generation prompt begins.
+        return len(text) if given.startswith(text) else None
+
+    # 3. Replacement
+
+    def _by_replacement(self, text: str, messages: list[Message], tools: Tools) -> list[Span]:
+        spans = []
+        if has_stand_ins(text):
+            raise TemplateProblem("the conversation uses the private characters U+E0F0 and U+E0F1")
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                replaced = [*messages[:number], stand_in(number, ("assistant", "plain")), *messages[number + 1 :]]
+                other = self._template.render(replaced, tools)
+                begin, end = _common_prefix(text, other), len(text) - _common_suffix(text, other)
+                found = self._template.find_end(text, end) if begin <= end else None
+                start = self._prompt_end(text, messages[:number], tools, begin)
+                if (
+                    start is None
+                    and text[begin:end].strip()
+                    and message["content"].strip().endswith(text[begin:end].strip())
+                ):
+                    start = begin if self._begins_thinking(text[:begin], messages[:number], tools) else None
+                if start is None or found is None or found[1] not in self._template.ends:
+                    raise TemplateProblem(
+                        f"the chat template prints message {number + 1} (assistant) in a way that does not show exactly where it "
+                        f"{'ends' if start is not None else 'begins'}"
+                    )
+                spans.append(Span(start, *found))
+        return spans
+
+    def _prompt_end(self, text: str, earlier: list[Message], tools: Tools, limit: int) -> int | None:
+        for mode in range(len(self._template.modes)):
+            given = self._template.render(earlier, tools, prompt=True, mode=mode)
+            if len(given) <= limit and text.startswith(given):
+                return len(given)
+        return None
+
+    def _begins_thinking(self, header: str, earlier: list[Message], tools: Tools) -> bool:
+        return self._template.render(earlier, tools, prompt=True).startswith(header)
+
+
+def _common_prefix(one: str, other: str) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle - 1)
+    return low
+
+
+def _common_suffix(one: str, other: str) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one.endswith(other[len(other) - middle :]) else (low, middle - 1)
+    return low
