@@ -15,20 +15,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from dflash_mp import __version__
 from dflash_mp.drafter import checkpoint
 from dflash_mp.drafter.model import DraftCache, DraftModel
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.drafter.state import plan_of
 from dflash_mp.drafter.zlab import (
+    ORIGIN,
     WEIGHTS_FILE,
+    Origin,
     check_tensors,
     drafter_config,
     drafter_value,
@@ -37,35 +37,6 @@ from dflash_mp.drafter.zlab import (
 )
 from dflash_mp.errors import CheckpointError
 from dflash_mp.stream.layout import FLOAT_TYPES
-from dflash_mp.stream.plan import StreamPlan
-
-ORIGIN = "dflash_mp"  # key of config.json: where an export comes from
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a drafter comes from. Stored in the export, so that evaluation can refuse another chat template or thinking mode."""
-
-    target: str  # name
-    target_weights: str  # checksum
-    tokenizer: str  # hash
-    chat_template: str  # hash
-    thinking: str  # "default", "on" or "off"
-    dataset: str  # fingerprint of the prepared dataset
-    step: int
-    version: str = __version__
-
-    @staticmethod
-    def of(plan: StreamPlan, step: int) -> Origin:
-        return Origin(
-            target=plan.target.name,
-            target_weights=plan.target.weights,
-            tokenizer=plan.data.tokenizer,
-            chat_template=plan.data.chat_template,
-            thinking=plan.data.thinking,
-            dataset=plan.data.dataset,
-            step=step,
-        )
 
 
 def export_checkpoint(source: Path, out: Path, *, dtype: str = "bfloat16", force: bool = False) -> DrafterShape:

@@ -9,6 +9,7 @@ directory is executed.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,41 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from dflash_mp import __version__
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import CheckpointError, ConfigError
+from dflash_mp.stream.plan import StreamPlan
 
 ARCHITECTURE = "DFlashDraftModel"
 WEIGHTS_FILE = "model.safetensors"
+ORIGIN = "dflash_mp"  # key of config.json: where an export of this package comes from
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a drafter comes from. Stored in an export, so that decoding can refuse another chat template or thinking mode."""
+
+    target: str  # name
+    target_weights: str  # checksum
+    tokenizer: str  # hash
+    chat_template: str  # hash
+    thinking: str  # "default", "on" or "off"
+    dataset: str  # fingerprint of the prepared dataset
+    step: int
+    version: str = __version__
+
+    @staticmethod
+    def of(plan: StreamPlan, step: int) -> Origin:
+        return Origin(
+            target=plan.target.name,
+            target_weights=plan.target.weights,
+            tokenizer=plan.data.tokenizer,
+            chat_template=plan.data.chat_template,
+            thinking=plan.data.thinking,
+            dataset=plan.data.dataset,
+            step=step,
+        )
 
 
 def drafter_config(shape: DrafterShape, dtype: torch.dtype, *, tied_head: bool = False) -> dict[str, Any]:
@@ -143,6 +173,18 @@ def drafter_value(config: dict[str, Any], name: str, default: Any = None) -> Any
         if place.get(name) is not None:
             return place[name]
     return default
+
+
+def origin_of(config: dict[str, Any], file: Path) -> Origin | None:
+    """Where the drafter of `config` comes from; None if this package did not export it. Raises `CheckpointError`."""
+    facts = config.get(ORIGIN)
+    if facts is None:
+        return None
+    known = {field.name: field.type for field in fields(Origin)}
+    kinds = {"str": str, "int": int}
+    if not isinstance(facts, dict) or any(not isinstance(facts.get(k), kinds[str(t)]) for k, t in known.items()):
+        raise CheckpointError(f"{file}: the block {ORIGIN} is damaged", "export the drafter again")
+    return Origin(**{name: facts[name] for name in known})
 
 
 def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
