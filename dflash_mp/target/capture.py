@@ -3,8 +3,8 @@
 `Capture` runs the decoder up to the last tapped layer and no further: neither later layers nor the head are computed or, after
 `self_check`, kept in memory. Every row is computed alone, in one forward pass of one shape, so its features don't depend on which
 rows came before. Documents packed in a row don't see each other: positions restart in each, and transformers' masks (full, sliding or
-chunked) separate sequences where positions restart. Where layers carry state past those masks (linear attention, convolution, Mamba),
-documents are computed one by one. Layer outputs are written straight into the caller's buffer: one copy of the features is made.
+chunked) separate sequences where positions restart. Models that don't (layers that carry state past the masks, such as linear
+attention, convolution and Mamba; gpt-oss) are found by a probe and get the documents of a row one by one. Layer outputs are written straight into the caller's buffer: one copy of the features is made.
 
 `self_check` compares all this with the model's own plain forward of each document alone and raises `TargetError` if they differ;
 call it once before serving rows. One instance serves one thread at a time.
@@ -50,12 +50,13 @@ class Capture:
     def __init__(self, target: Target, *, last_hidden: bool = False, keep_target: bool = False) -> None:
         anatomy = _whole(target)
         self.target = target
-        self.packed = not keeps_state(anatomy.config)
         self._last_hidden = last_hidden
         self._keep_target = keep_target
         self._multi_axis = "mrope_section" in (getattr(anatomy.config, "rope_parameters", None) or {})
         self._destination: torch.Tensor | None = None
         self._trunk = self._build_trunk(anatomy)
+        #: Whether a row is one forward pass; otherwise each of its documents is one.
+        self.packed = not keeps_state(anatomy.config) and self._isolates()
 
     def capture(self, row: TokenRow, out: torch.Tensor, last: torch.Tensor | None = None) -> None:
         """Fill `out` [T, K·H] with the features of `row`, and `last` [T, H] with the last hidden state if built for it.
@@ -135,6 +136,23 @@ class Capture:
         trunk = _twin(anatomy.decoder)
         setattr(trunk, anatomy.layers_name, nn.ModuleList(layers))
         return trunk
+
+    def _isolates(self) -> bool:
+        """Whether the second of two packed documents stays the same when the first one changes."""
+        length, info = 16, self.target.info
+        tokens = torch.arange(3 * length) % min(info.vocab_size, 1000)
+        positions = torch.arange(length).repeat(2).to(self.target.device)
+        seen = []
+        for first in (0, 1):
+            ids = torch.cat([tokens[first * length :][:length], tokens[2 * length :]]).to(self.target.device)
+            out = torch.empty(
+                2 * length, info.feature_width, dtype=self.target.embedding.dtype, device=self.target.device
+            )
+            with torch.inference_mode():
+                self._forward(ids, positions, out)
+            seen.append(out[length:].float())
+        change = (seen[0] - seen[1]).norm(dim=1) / seen[0].norm(dim=1)
+        return bool(change.max() <= _TOLERANCE[self.target.embedding.dtype])
 
     def _tap(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         hidden = self.target.info.hidden_size

@@ -145,7 +145,9 @@ def norm_eps(config: Any) -> float:
 
 
 def attention_shape(config: Any) -> tuple[int, int, int]:
-    """(heads, KV heads, size of a head)."""
+    """(heads, KV heads, size of a head). Raises `TargetError` for a model without attention."""
+    if getattr(config, "num_attention_heads", None) is None:
+        raise TargetError(f"the target ({config.model_type}) has no attention layers", "use a target with attention")
     heads = int(config.num_attention_heads)
     kv_heads = int(_first(config, "num_key_value_heads", default=heads))
     return heads, kv_heads, int(_first(config, "head_dim", default=config.hidden_size // heads))
