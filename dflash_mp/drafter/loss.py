@@ -10,6 +10,7 @@ is 0 and so is every gradient, which still exists: a rank without a valid anchor
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class _Head(NamedTuple):
     scale: float
     softcap: float | None
     chunk: int
+    compiled: bool
 
 
 def slot_weights(block_size: int, gamma: float | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -58,27 +60,32 @@ def block_loss(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     chunk: int | None = None,
+    compiled: bool = False,
 ) -> BlockLoss:
     """Weighted cross-entropy of `labels` under `head`.
 
     `hidden` [b, N·B, H] are the drafter's outputs; `head` [V, H] is the target's, in its own dtype; `labels` [b, N, B] are integers;
     `weights` [b, N, B] are float32, 0 where a slot isn't scored, for example `blocks.scored * slot_weights(B)`. `chunk`: positions per pass
-    through the head; the result depends on it by rounding only.
+    through the head; the result depends on it by rounding only. `compiled`: fuse what lies between the two products (worth it on CUDA).
     """
     size = labels.shape[-1]
     slots = hidden.unflatten(1, labels.shape[1:])[:, :, 1:].flatten(0, 2)
     label, weight = labels[:, :, 1:].reshape(-1).long(), weights[:, :, 1:].reshape(-1).float()
-    on_cpu = hidden.device.type == "cpu"
-    chosen = weight.nonzero().squeeze(1) if on_cpu else None
+    chosen = weight.nonzero().squeeze(1) if _skips_unscored(hidden) else None
     if chosen is not None:
         slots, label, weight = slots[chosen], label[chosen], weight[chosen]
-    width = chunk or (_CHUNK_CPU if on_cpu else _CHUNK_CUDA)
-    total, right = _HeadCrossEntropy.apply(slots, label, weight, _Head(head, logit_scale, logit_softcap, width))
+    width = chunk or (_CHUNK_CUDA if hidden.is_cuda else _CHUNK_CPU)
+    how = _Head(head, logit_scale, logit_softcap, width, compiled)
+    total, right = _HeadCrossEntropy.apply(slots, label, weight, how)
     if chosen is not None:
         right = right.new_zeros(labels.numel() // size * (size - 1)).index_put_((chosen,), right)
     correct = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
     correct[:, :, 1:] = right.view(*labels.shape[:2], size - 1)
     return BlockLoss(total, weight.sum(), correct)
+
+
+def _skips_unscored(hidden: torch.Tensor) -> bool:
+    return not hidden.is_cuda
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -88,13 +95,21 @@ class _HeadCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         right = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(hidden)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         buffer = head.weight.new_empty(min(head.chunk, len(labels)), head.weight.shape[0])
+        cross_entropy = _compiled_cross_entropy() if head.compiled else _cross_entropy
         for start in range(0, len(labels), head.chunk):
             part = slice(start, start + head.chunk)
-            loss, right[part], gradient[part] = _chunk(hidden[part], labels[part], weights[part], head, buffer)
+            # Fresh memory for each chunk would cost a CPU a third of the product's time in page faults.
+            logits = torch.mm(hidden[part].to(buffer.dtype), head.weight.t(), out=buffer[: len(labels[part])])
+            loss, right[part], slope, factor = cross_entropy(
+                logits.float(), labels[part], weights[part], head.scale, head.softcap
+            )
             total += loss
-        ctx.save_for_backward(gradient)
+            if gradient is not None:
+                gradient[part] = (slope.to(buffer.dtype) @ head.weight).float() * factor[:, None]
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
         return total, right
 
@@ -102,19 +117,6 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_total: torch.Tensor, of_right: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * of_total.to(gradient.dtype), None, None, None
-
-
-def _chunk(
-    hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: _Head, buffer: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted loss sum, whether each argmax is the label (where weighted), and the loss's gradient with respect to `hidden`.
-
-    `buffer` is overwritten: fresh memory of this size for each chunk would cost a CPU a third of the product's time in page faults.
-    """
-    logits = torch.mm(hidden.to(head.weight.dtype), head.weight.t(), out=buffer[: len(hidden)])
-    loss, right, slope, factor = _cross_entropy(logits.float(), labels, weights, head.scale, head.softcap)
-    gradient = slope.to(head.weight.dtype) @ head.weight
-    return loss, right, (gradient.float() * factor[:, None]).to(hidden.dtype)
 
 
 def _cross_entropy(
@@ -140,3 +142,8 @@ def _cross_entropy(
         slope.mul_(1 - bounded.square())
     right = (guess.squeeze(1) == labels) & (weights > 0)
     return loss.sum(), right, slope, weights * scale / denominator.squeeze(1)
+
+
+@cache
+def _compiled_cross_entropy() -> Any:
+    return torch.compile(_cross_entropy, dynamic=False, fullgraph=True)

@@ -36,6 +36,7 @@ class DraftModel(nn.Module):
         super().__init__()
         self.shape = shape
         self.gradient_checkpointing = gradient_checkpointing
+        self._compiled = False
         self.fc = nn.Linear(shape.feature_width, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.layers))
@@ -56,6 +57,9 @@ class DraftModel(nn.Module):
         """
         dtype = self.fc.weight.dtype
         x = noise_embedding.to(dtype)
+        if self._compiled and torch.is_grad_enabled():
+            # Else the first layer would be compiled apart from the others, whose input has a gradient.
+            x = x.detach().requires_grad_()
         context = self._fuse(features)
         on_context, on_draft = self._rotation(context_positions, dtype), self._rotation(draft_positions, dtype)
         for layer in self.layers:
@@ -100,6 +104,7 @@ class DraftModel(nn.Module):
 
         `options` go to `torch.compile`. A part that can't be compiled raises instead of running uncompiled.
         """
+        self._compiled = True
         for layer in self.layers:
             layer.compile(**{"dynamic": False, "fullgraph": True, **options})
 
