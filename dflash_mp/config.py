@@ -92,7 +92,9 @@ class FeedConfig(_Section):
         default_factory=list, description="device of each feeder; default: target.device for all"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
-    memory_mib: float = Field(8192, gt=0, description="most memory of rows that a feeder holds; two per drafter are used")
+    memory_mib: float = Field(
+        8192, gt=0, description="most memory of rows that a feeder holds; two per drafter are used"
+    )
     insecure_no_auth: bool = Field(
         False, description="allow addresses that other hosts can reach, though nothing authenticates who connects"
     )
@@ -188,9 +190,12 @@ class RunConfig(_Section):
             raise ValueError(
                 f"drafter.block_size ({self.drafter.block_size}) exceeds data.row_tokens ({self.data.row_tokens}): no block fits a row"
             )
-        if self.feed.endpoints and self.feed.devices and len(self.feed.devices) != len(self.feed.endpoints):
+        feeders, said_by = len(self.feed.endpoints), "feed.endpoints"
+        if not feeders:
+            feeders, said_by = self.feed.count, "feed.count"
+        if self.feed.devices and len(self.feed.devices) != feeders:
             raise ValueError(
-                f"feed.devices names {len(self.feed.devices)} devices for {len(self.feed.endpoints)} feed.endpoints; give one each"
+                f"feed.devices names {len(self.feed.devices)} devices for {feeders} feeders ({said_by}); give one each"
             )
         return self
 
