@@ -71,7 +71,8 @@ def run(config: RunConfig) -> None:
 
 
 def _client(config: RunConfig, world: World, resumed: StreamPlan | None) -> RowClient:
-    return RowClient(config, rank=world.rank, world=world.size, plan=resumed, pin=world.device.type == "cuda")
+    held = config.train.micro_batch_rows
+    return RowClient.of(config, world.rank, world.size, plan=resumed, held=held, pin=world.device.type == "cuda")
 
 
 class _StopRequest:

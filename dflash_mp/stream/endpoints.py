@@ -57,6 +57,18 @@ def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool) -> st
     return router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
+def check_available(endpoint: str, insecure_no_auth: bool) -> None:
+    """Raise `StreamError` if a feeder could not listen on `endpoint` now. For finding out before a target is loaded."""
+    context = zmq.Context()
+    try:
+        path = ipc_path(endpoint)
+        bind(context.socket(zmq.ROUTER), endpoint, insecure_no_auth)
+        if path is not None:
+            path.unlink(missing_ok=True)
+    finally:
+        context.destroy(linger=0)
+
+
 def ipc_path(endpoint: str) -> Path | None:
     """The socket file of an ipc endpoint; None for tcp."""
     return Path(endpoint[len("ipc://") :]) if endpoint.startswith("ipc://") else None

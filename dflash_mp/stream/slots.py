@@ -24,10 +24,13 @@ class Slot:
 
 
 def make_slots(first_index: int, count: int, nbytes: int, *, pin: bool, remedy: str) -> list[Slot]:
-    """`count` slots of `nbytes` bytes in one allocation. `StreamError` with `remedy` if there is too little memory."""
+    """`count` slots of `nbytes` bytes in one allocation. `StreamError` with `remedy` if there is too little memory.
+
+    They start as zeros: the gaps between a row's parts are sent too, and must not tell what was in this memory before.
+    """
     stride = -(-nbytes // _ALIGN) * _ALIGN
     try:
-        slab = torch.empty(count * stride + _ALIGN, dtype=torch.uint8, pin_memory=pin and torch.cuda.is_available())
+        slab = torch.zeros(count * stride + _ALIGN, dtype=torch.uint8, pin_memory=pin and torch.cuda.is_available())
     except RuntimeError as error:
         raise StreamError(
             f"no memory for {count} rows of {nbytes / 2**20:.1f} MiB: {str(error).splitlines()[0]}", remedy

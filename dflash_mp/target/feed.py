@@ -1,0 +1,164 @@
+"""The feeder process: a prepared dataset and a target, served to drafters.
+
+`feed` runs until SIGTERM or SIGINT, then takes leave of the drafters and returns; a second signal ends the process at once. It refuses to
+start, before the target is loaded where that is possible, if the address is taken, the dataset isn't whole or was prepared with
+another tokenizer or chat template, or the capture differs from the model's own forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+
+import torch
+
+from dflash_mp.config import RunConfig
+from dflash_mp.data.chat_template import chat_template_fingerprint
+from dflash_mp.data.encoding import tokenizer_fingerprint
+from dflash_mp.data.row import RowKey
+from dflash_mp.data.store import PreparedDataset
+from dflash_mp.errors import ConfigError, DataError
+from dflash_mp.process import die_with_parent
+from dflash_mp.stream.endpoints import check_available
+from dflash_mp.stream.feeder import Compute, FeederService
+from dflash_mp.stream.handshake import expectations
+from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.plan import DataPlan, StreamPlan
+from dflash_mp.stream.weights import FrozenWeights
+from dflash_mp.target.capture import Capture
+from dflash_mp.target.load import Target, load_target
+
+log = logging.getLogger("dflash_mp.feed")
+
+
+def feed(config: RunConfig, index: int) -> None:
+    """Be feeder number `index` of the run. Raises `DflashError` for what the user can cure."""
+    die_with_parent()
+    endpoint, config = _placed(config, index)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s feeder {index} | %(message)s", datefmt="%H:%M:%S")
+    stop = _StopRequest()
+    if config.feed.insecure_no_auth:
+        log.warning("feed.insecure_no_auth is set: whoever can reach %s can take rows and weights", endpoint)
+    check_available(endpoint, config.feed.insecure_no_auth)
+    if config.feed.threads:
+        torch.set_num_threads(config.feed.threads)
+    dataset = open_dataset(config)
+    target = load_target(config.target)
+    plan = make_plan(config, dataset, target)
+    capture = Capture(target)
+    capture.self_check(dataset.row("train", 0))
+    with FeederService(
+        endpoint,
+        plan,
+        FrozenWeights(target.embedding, target.head),
+        run=expectations(config).run,
+        silent_seconds=config.stream.silent_seconds,
+        memory_mib=config.feed.memory_mib,
+        insecure_no_auth=config.feed.insecure_no_auth,
+        pin=target.device.type == "cuda",
+    ) as service:
+        log.info(
+            "serving %s on %s: %d rows of %d tokens, layers %s of %s, %s on %s",
+            plan.target.name,
+            service.endpoint,
+            plan.data.rows,
+            plan.data.row_tokens,
+            ", ".join(map(str, plan.target.layer_ids)),
+            plan.target.num_layers,
+            plan.target.dtype,
+            target.device,
+        )
+        stop.serving()
+        service.serve(row_maker(dataset, capture, plan), stop.event, config.feed.stats_seconds)
+        log.info("stopped after %d rows", service.status().rows)
+
+
+def open_dataset(config: RunConfig) -> PreparedDataset:
+    """The run's dataset. Raises `DataError` if it isn't whole, holds no rows, or rows of another length than configured."""
+    dataset = PreparedDataset.open(config.data.path)
+    if dataset.manifest.row_tokens != config.data.row_tokens:
+        raise DataError(
+            f"{config.data.path} has rows of {dataset.manifest.row_tokens} tokens, data.row_tokens is {config.data.row_tokens}",
+            "run `dflash-mp prepare` again, or set data.row_tokens to what was prepared",
+        )
+    if not dataset.rows("train"):
+        raise DataError(f"{config.data.path} holds no rows to train on", "prepare more documents")
+    return dataset
+
+
+def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> StreamPlan:
+    """What this run's feeders serve. Raises `DataError` if the dataset was prepared for another target."""
+    manifest = dataset.manifest
+    data = DataPlan(
+        dataset=manifest.fingerprint,
+        seed=config.seed,
+        row_tokens=manifest.row_tokens,
+        rows=dataset.rows("train"),
+        held_out_rows=dataset.rows("held_out"),
+        tokenizer=tokenizer_fingerprint(target.tokenizer),
+        chat_template=chat_template_fingerprint(target.tokenizer),
+        thinking=manifest.thinking,
+    )
+    for what, prepared, present in (
+        ("tokenizer", manifest.tokenizer, data.tokenizer),
+        ("chat template", manifest.chat_template, data.chat_template),
+    ):
+        if prepared != present:
+            raise DataError(
+                f"{dataset.path} was prepared with the {what} {prepared}, but that of the target {target.info.name} is {present}",
+                "run dflash-mp prepare --force with this target, or set target.path to the one that it was prepared for",
+            )
+    return StreamPlan(data, target.info)
+
+
+def row_maker(dataset: PreparedDataset, capture: Capture, plan: StreamPlan) -> Compute:
+    """The function that fills a row's buffer: the taps straight from the model, the token facts from the dataset."""
+    layout = RowLayout.of(plan)
+
+    def make(key: RowKey, buffer: torch.Tensor) -> None:
+        row, views = dataset.run_row(key, plan.data.seed), layout.views(buffer)
+        capture.capture(row, views.features)
+        views.input_ids.copy_(torch.from_numpy(row.input_ids))
+        views.position_ids.copy_(torch.from_numpy(row.position_ids))
+        views.document_ids.copy_(torch.from_numpy(row.document_ids))
+        views.loss_mask.copy_(torch.from_numpy(row.loss_mask))
+
+    return make
+
+
+def _placed(config: RunConfig, index: int) -> tuple[str, RunConfig]:
+    """The address of feeder `index`, and the configuration with that feeder's device."""
+    endpoints = config.feeder_endpoints()
+    if index >= len(endpoints):
+        raise ConfigError(
+            f"--index {index}, but the run has {len(endpoints)} feeder{'s' if len(endpoints) > 1 else ''}, counted from 0",
+            "raise feed.count, or add an address to feed.endpoints",
+        )
+    if not config.feed.devices:
+        return endpoints[index], config
+    device = config.feed.devices[index % len(config.feed.devices)]
+    return endpoints[index], config.model_copy(update={"target": config.target.model_copy(update={"device": device})})
+
+
+class _StopRequest:
+    """SIGTERM and SIGINT: the first ends the loading or asks the service to stop, the second ends the process."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._serving = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def serving(self) -> None:
+        """From now on the service looks at `event`."""
+        self._serving = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.event.is_set():
+            os._exit(128 + number)
+        self.event.set()
+        if not self._serving:
+            raise SystemExit(0)
