@@ -35,6 +35,14 @@ def _config_options(command: F) -> F:
     )(command)
 
 
+def _drafter_option(command: F) -> F:
+    return click.option(
+        "--drafter",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="Export, run directory or checkpoint; default: the newest checkpoint of the configured run.",
+    )(command)
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dflash-mp")
 def main() -> None:
@@ -73,6 +81,17 @@ def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: boo
 
 @main.command()
 @_config_options
+@click.option("--index", default=0, type=click.IntRange(0), show_default=True, help="Which of the run's feeders this is.")
+def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
+    """Be a feeder: run the target and serve its rows to drafters."""
+    from dflash_mp.config import load_config
+    from dflash_mp.target.feed import feed as serve
+
+    serve(load_config(config_file, overrides).config, index)
+
+
+@main.command()
+@_config_options
 @click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
 def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
     """Start feeders and drafters on this machine and see them through. The same command resumes."""
@@ -85,6 +104,103 @@ def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
             click.echo(line)
     else:
         launcher.run(loaded, overrides)
+
+
+@main.command()
+@click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16", "float32"]), show_default=True)
+@click.option("--force", is_flag=True, help="Replace OUT even if it is not an earlier export.")
+def export(source: Path, out: Path, dtype: str, force: bool) -> None:
+    """Write a trained drafter to OUT, in the form that dflash, vLLM and SGLang load."""
+    from dflash_mp.export import export_checkpoint
+
+    shape = export_checkpoint(source, out, dtype=dtype, force=force)
+    click.echo(
+        f"{out}: {shape.parameter_count() / 1e6:.1f} M parameters in {dtype}, read back and checked; {out}/README.md says how to serve it"
+    )
+
+
+@main.command("eval")
+@_config_options
+@_drafter_option
+@click.option("--untrained", is_flag=True, help="Also measure a drafter as training begins with it.")
+@click.option(
+    "--prompts", multiple=True, metavar="FILE", help="Prompts instead of eval.prompts; held_out: the held-out share."
+)
+@click.option("--limit", type=click.IntRange(1), help="Prompts per set, instead of eval.limit.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures there, too."
+)
+def evaluate(
+    config_file: Path,
+    overrides: tuple[str, ...],
+    drafter: Path | None,
+    untrained: bool,
+    prompts: tuple[str, ...],
+    limit: int | None,
+    json_file: Path | None,
+) -> None:
+    """Measure a drafter: acceptance length, speed-up, and whether the output is the target's own."""
+    import json
+
+    from rich.console import Console
+
+    from dflash_mp.config import load_config
+    from dflash_mp.decode.evaluate import evaluate as measure
+
+    more = [f"eval.prompts={json.dumps(list(prompts))}"] if prompts else []
+    more += [f"eval.limit={limit}"] if limit else []
+    config = load_config(config_file, [*overrides, *more]).config
+    result = measure(config, drafter, untrained=untrained, console=Console())
+    if json_file:
+        result.write_json(json_file)
+
+
+@main.command()
+@_config_options
+@_drafter_option
+@click.argument("prompt")
+@click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without the chat template.")
+@click.option(
+    "--color/--no-color", default=None, help="Show the drafter's tokens in green, the target's own in yellow."
+)
+def generate(
+    config_file: Path, overrides: tuple[str, ...], drafter: Path | None, prompt: str, raw: bool, color: bool | None
+) -> None:
+    """Answer PROMPT with target and drafter, streaming."""
+    from dflash_mp.config import load_config
+    from dflash_mp.decode.generate import generate as answer
+
+    config = load_config(config_file, overrides).config
+    colour = sys.stdout.isatty() if color is None else color
+    answer(config, drafter, prompt, raw=raw, colour=colour, write=lambda text: click.echo(text, nl=False, color=colour))
+
+
+@main.group()
+def bench() -> None:
+    """Measure the parts against what they could be."""
+
+
+@bench.command("capture")
+@click.option("--target", required=True, help="Hugging Face directory, hub id or .gguf file.")
+@click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
+@click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--threads", type=int, help="CPU threads.")
+def bench_capture(target: str, tokens: int, rounds: int, device: str, dtype: str, threads: int | None) -> None:
+    """A feeder's truncated forward against the model's own forward with all hidden states."""
+    import torch
+
+    from dflash_mp.bench.capture import bench_capture as measure
+    from dflash_mp.config import TargetConfig
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = TargetConfig.model_validate({"path": target, "device": device, "dtype": dtype})
+    for line in measure(config, tokens, rounds).lines():
+        click.echo(line)
 
 
 if __name__ == "__main__":
