@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.plan import DTYPES, StreamPlan
 
 _ALIGN = 64
-FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT_TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 @dataclass(frozen=True)

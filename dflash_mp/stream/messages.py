@@ -17,8 +17,7 @@ import msgpack
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import ProtocolError, Rule, at_most, between, plain, reader, shown
-from dflash_mp.stream.layout import FLOAT_TYPES
-from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.plan import DTYPES, StreamPlan
 
 VERSION = 1
 HEADER_BYTES = 1 << 16  # the largest message frame
@@ -245,8 +244,8 @@ def check_plan(plan: StreamPlan) -> None:
     for name, (value, low, high) in sizes.items():
         if not low <= value <= high:
             raise ValueError(f"{name} must be from {low} to {high}, not {value}")
-    if target.dtype not in FLOAT_TYPES:
-        raise ValueError(f"target.dtype must be one of {', '.join(FLOAT_TYPES)}, not {shown(target.dtype)}")
+    if target.dtype not in DTYPES:
+        raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, not {shown(target.dtype)}")
     if wrong := [i for i in target.layer_ids if not 0 <= i < target.num_layers]:
         raise ValueError(f"target.layer_ids names layer {wrong[0]} of a target of {target.num_layers} layers")
 

@@ -11,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+DTYPES = ("float32", "bfloat16", "float16")  # of features, embedding and head
+
 
 @dataclass(frozen=True)
 class DataPlan:
