@@ -1,0 +1,228 @@
+"""`dflash-mp bench step`: the trainer's forward and backward pass against the matrix rate of the same device, in one run.
+
+The same objects as in training (`DraftModel`, `Objective`, `make_blocks`), on fresh random rows with two documents and padding.
+Correctness comes first: the gradients at a small shape are compared with a float64 twin. The work counted is that of the matrix products:
+3·2·[draft tokens × layer weights + context tokens × (k, v, fc weights)] + 2·2·draft tokens × hidden × vocabulary; attention itself
+and the recomputation of gradient checkpointing are not counted unless said so.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dflash_mp.config import TrainConfig
+from dflash_mp.drafter.anchors import make_blocks
+from dflash_mp.drafter.batch import MicroBatch
+from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.objective import Objective
+from dflash_mp.drafter.optimizer import MasterAdamW
+from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.stream.layout import RowTensors
+
+_SLOTS_PER_DOCUMENT = 2
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A drafter and the rows of one micro-batch."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rows: int
+    row_tokens: int
+    anchors: int
+    layers: int = 5
+    taps: int = 5
+    block_size: int = 16
+    gradient_checkpointing: bool = False
+
+    def shape(self) -> DrafterShape:
+        return DrafterShape(
+            layers=self.layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            layer_ids=tuple(range(self.taps)),
+            mask_token_id=self.vocab_size - 1,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            max_positions=self.row_tokens,
+            num_target_layers=self.taps + 3,
+        )
+
+    def operations(self) -> float:
+        """Floating-point operations of the matrix products of one forward and backward pass, recomputation excluded."""
+        q, kv, h = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
+        draft, context = self.rows * self.anchors * self.block_size, self.rows * self.row_tokens
+        of_draft = self.layers * (2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size)
+        of_context = self.layers * 2 * h * kv + self.taps * h * h
+        return 6.0 * (draft * of_draft + context * of_context) + 4.0 * draft * h * self.vocab_size
+
+
+CASES = {
+    case.name: case
+    for case in (
+        StepCase("8b-a", 4096, 12288, 32, 8, 128, 151_936, rows=1, row_tokens=2048, anchors=512),
+        StepCase("8b-b", 4096, 12288, 32, 8, 128, 151_936, rows=2, row_tokens=768, anchors=256),
+        StepCase("8b-a-checkpointing", 4096, 12288, 32, 8, 128, 151_936, 1, 2048, 512, gradient_checkpointing=True),
+        StepCase("0.6b", 1024, 3072, 16, 8, 128, 151_936, rows=1, row_tokens=2048, anchors=512),
+        StepCase("27b", 5120, 17408, 32, 8, 128, 248_320, 1, 4096, 512, gradient_checkpointing=True),
+        StepCase("smollm2", 576, 1536, 9, 3, 64, 49_152, rows=1, row_tokens=512, anchors=64, layers=3, block_size=8),
+        StepCase("tiny", 96, 192, 3, 1, 32, 320, rows=2, row_tokens=64, anchors=8, layers=2, block_size=4),
+    )
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Seconds are medians; rates in operations per second; memory in bytes (CUDA only, else 0)."""
+
+    case: StepCase
+    first_seconds: float  # the first pass, compilation included
+    seconds: float
+    optimizer_seconds: float
+    rate: float
+    matmul_rate: float
+    peak_memory: int
+    gradient_error: float  # worst relative error of a gradient against float64, at the small shape
+
+    @property
+    def share(self) -> float:
+        return self.rate / self.matmul_rate
+
+
+def bench_step(case: StepCase, device: torch.device, *, repeats: int = 10, optimizer: bool = True) -> StepResult:
+    """Measure one case on `device` (bf16 on CUDA, fp32 on a CPU)."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    error = gradient_error(CASES["tiny"], device, dtype)
+    model, objective = build(case, device, dtype)
+    if device.type == "cuda":
+        model.compile_layers()
+        torch.cuda.reset_peak_memory_stats(device)
+    batches = [make_batch(case, device, dtype, seed) for seed in range(4)]
+
+    def step(number: int) -> None:
+        model.zero_grad(set_to_none=True)
+        objective.loss(model, batches[number % len(batches)]).total.backward()
+
+    first = timed(lambda: step(0), device)
+    step(1)
+    matmul = _matmul_rate(device, dtype)
+    seconds = statistics.median(timed(lambda n=n: step(n), device) for n in range(repeats))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    updating = _optimizer_seconds(model, step, device) if optimizer else 0.0
+    return StepResult(case, first, seconds, updating, case.operations() / seconds, matmul, peak, error)
+
+
+def gradient_error(case: StepCase, device: torch.device, dtype: torch.dtype) -> float:
+    """The worst relative error (norm over norm) of a parameter's gradient in `dtype` against the same weights in float64 on the CPU."""
+    model, objective = build(case, device, dtype)
+    exact = DraftModel(case.shape()).double()
+    exact.load_state_dict({name: tensor.double().cpu() for name, tensor in model.state_dict().items()})
+    cpu = torch.device("cpu")
+    embedding, head = objective.embedding.double().cpu(), objective.head.double().cpu()
+    twin = Objective.of(case.shape(), embedding, head, TrainConfig(steps=1), cpu, torch.float64)
+    batch = make_batch(case, device, dtype, seed=99)
+    on_cpu = MicroBatch(
+        batch.features.double().cpu(), batch.positions.cpu(), batch.documents.cpu(), batch.blocks.to(cpu), batch.tokens
+    )
+    objective.loss(model, batch).total.backward()
+    twin.loss(exact, on_cpu).total.backward()
+    errors = []
+    for name, parameter in exact.named_parameters():
+        found = model.get_parameter(name).grad
+        if found is None or parameter.grad is None:
+            raise RuntimeError(f"{name} has no gradient")
+        errors.append(float((found.double().cpu() - parameter.grad).norm() / parameter.grad.norm()))
+    return max(errors)
+
+
+def build(case: StepCase, device: torch.device, dtype: torch.dtype) -> tuple[DraftModel, Objective]:
+    """A drafter with random weights and the frozen side, on `device`."""
+    generator = torch.Generator(device).manual_seed(1)
+    with device:
+        model = DraftModel(case.shape(), gradient_checkpointing=case.gradient_checkpointing).to(dtype)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.02, generator=generator)
+    size = (case.vocab_size, case.hidden_size)
+    embedding = torch.empty(size, device=device, dtype=dtype).normal_(generator=generator)
+    head = torch.empty(size, device=device, dtype=dtype).normal_(std=0.02, generator=generator)
+    return model, Objective.of(case.shape(), embedding, head, TrainConfig(steps=1), device, dtype)
+
+
+def make_batch(case: StepCase, device: torch.device, dtype: torch.dtype, seed: int) -> MicroBatch:
+    """Fresh random rows: two documents each, the last tokens padding, everything else supervised."""
+    random = torch.Generator().manual_seed(seed)
+    rows = [_random_row(case, random) for _ in range(case.rows)]
+    blocks = make_blocks(
+        rows,
+        [seed * case.rows + i for i in range(case.rows)],
+        seed=0,
+        anchors_per_row=case.anchors,
+        block_size=case.block_size,
+        mask_token_id=case.vocab_size - 1,
+    )
+    on_device = torch.Generator(device).manual_seed(seed)
+    features = torch.empty(
+        (case.rows, case.row_tokens, case.taps * case.hidden_size), device=device, dtype=dtype
+    ).normal_(generator=on_device)
+    positions, documents = (
+        torch.stack([getattr(row, name) for row in rows]).to(device) for name in ("position_ids", "document_ids")
+    )
+    return MicroBatch(features, positions, documents, blocks.to(device), case.rows * case.row_tokens)
+
+
+def timed(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of `work`, the device idle before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _random_row(case: StepCase, random: torch.Generator) -> RowTensors:
+    tokens = case.row_tokens
+    padding = int(torch.randint(0, tokens // 16 + 1, (), generator=random))
+    cut = int(torch.randint(tokens // 4, tokens // 2, (), generator=random))
+    lengths = (cut, tokens - padding - cut, padding)
+    positions = torch.cat([torch.arange(length) for length in lengths]).int()
+    documents = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor(lengths)).int()
+    ids = torch.randint(0, case.vocab_size - 1, (tokens,), generator=random).int()
+    return RowTensors(torch.empty(0), ids, positions, documents, (documents > 0).to(torch.uint8))
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    for _ in range(3):
+        torch.mm(a, b, out=out)
+    seconds = statistics.median(timed(lambda: torch.mm(a, b, out=out), device) for _ in range(10))
+    return 2.0 * size**3 / seconds
+
+
+def _optimizer_seconds(model: DraftModel, step: Callable[[int], None], device: torch.device) -> float:
+    optimizer = MasterAdamW(model.named_parameters(), TrainConfig(steps=1))
+    times = []
+    for number in range(4):
+        step(number)
+        times.append(timed(lambda: optimizer.step(1e-4, 1.0) and None, device))
+    return statistics.median(times[1:])
