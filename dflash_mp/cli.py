@@ -81,7 +81,9 @@ def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: boo
 
 @main.command()
 @_config_options
-@click.option("--index", default=0, type=click.IntRange(0), show_default=True, help="Which of the run's feeders this is.")
+@click.option(
+    "--index", default=0, type=click.IntRange(0), show_default=True, help="Which of the run's feeders this is."
+)
 def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
     """Be a feeder: run the target and serve its rows to drafters."""
     from dflash_mp.config import load_config
@@ -187,7 +189,12 @@ def bench() -> None:
 @click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
 @click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
 @click.option("--device", default="auto", show_default=True)
-@click.option("--dtype", default="auto", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+)
 @click.option("--threads", type=int, help="CPU threads.")
 def bench_capture(target: str, tokens: int, rounds: int, device: str, dtype: str, threads: int | None) -> None:
     """A feeder's truncated forward against the model's own forward with all hidden states."""

@@ -25,6 +25,13 @@ _GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"})
 # … that transformers before 5.17 built rightly for the architectures it read.
 _BY_ARCHITECTURE = frozenset({"qwen2", "llama-bpe", "llama3", "llama-v3"})
 
+_SPECIAL_TOKENS = {
+    "tokenizer.ggml.bos_token_id": "bos_token",
+    "tokenizer.ggml.eos_token_id": "eos_token",
+    "tokenizer.ggml.unknown_token_id": "unk_token",
+    "tokenizer.ggml.padding_token_id": "pad_token",
+}
+
 
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer (a transformers tokenizer). Raises `TargetError` if there is none or it can't be rebuilt."""
@@ -38,28 +45,20 @@ def load_tokenizer(config: TargetConfig) -> Any:
             f"{config.path} has no tokenizer: the vocabulary is empty",
             "copy tokenizer.json and tokenizer_config.json of the model into the directory",
         )
-    path = source.gguf_path
-    if path is not None:
-        _restore_pre_tokenizer(tokenizer, path, source)
+    if source.gguf_path is not None:
+        _complete_from_gguf(tokenizer, source.gguf_path, source)
     return tokenizer
 
 
-def gguf_strings(path: Path, *keys: str) -> dict[str, str]:
-    """Those of the metadata `keys` that the GGUF file has as text. Raises `TargetError` if it is not a GGUF file."""
-    from gguf import GGUFReader
-
-    try:
-        fields = GGUFReader(path).fields
-    except (OSError, ValueError, IndexError) as error:
-        raise TargetError(f"{path} is not a readable GGUF file: {error}", "fetch it again") from error
-    return {key: str(fields[key].contents()) for key in keys if key in fields}
-
-
-def _restore_pre_tokenizer(tokenizer: Any, path: Path, source: TargetSource) -> None:
-    found = gguf_strings(path, "tokenizer.ggml.model", "tokenizer.ggml.pre")
+def _complete_from_gguf(tokenizer: Any, path: Path, source: TargetSource) -> None:
+    """Give `tokenizer` what the GGUF file says and transformers leaves out: special tokens (before 5.17) and digit splitting."""
+    found = _gguf_metadata(path, "tokenizer.ggml.model", "tokenizer.ggml.pre", *_SPECIAL_TOKENS)
+    for key, name in _SPECIAL_TOKENS.items():
+        if key in found:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(found[key])))
     if found.get("tokenizer.ggml.model") != "gpt2":
         return
-    kind = found.get("tokenizer.ggml.pre", "")
+    kind = str(found.get("tokenizer.ggml.pre", ""))
     if kind in _DIGITS_THEN_GPT2:
         tokenizer.backend_tokenizer.pre_tokenizer = digits_then_gpt2()
     elif kind not in _GPT2 and kind not in _known_to_transformers():
@@ -67,6 +66,17 @@ def _restore_pre_tokenizer(tokenizer: Any, path: Path, source: TargetSource) -> 
             f"{source.name}: the pre-tokenizer {kind or '(none named)'!r} of this GGUF file can't be rebuilt, so its tokens would be wrong",
             "use the model's Hugging Face directory or hub id as target.path",
         )
+
+
+def _gguf_metadata(path: Path, *keys: str) -> dict[str, Any]:
+    """Those of the metadata `keys` that the file has. Raises `TargetError` if it is not a GGUF file."""
+    from gguf import GGUFReader
+
+    try:
+        fields = GGUFReader(path).fields
+    except (OSError, ValueError, IndexError) as error:
+        raise TargetError(f"{path} is not a readable GGUF file: {error}", "fetch it again") from error
+    return {key: fields[key].contents() for key in keys if key in fields}
 
 
 def digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
