@@ -95,33 +95,46 @@ class ChatTemplate:
         return list(dict.fromkeys(prompts))
 
     @cached_property
-    def end_of_turn(self) -> str:
-        """The text of the token that ends an assistant's last turn."""
-        texts, slots = split_stand_ins(self.render([_QUESTION, _ANSWER]))
-        found = self._ending.match(texts[slots.index((1, 0)) + 1]) if (1, 0) in slots else None
+    def ends(self) -> tuple[str, ...]:
+        """The tokens that end an assistant's turn: at the end, before the next generation prompt, and the end of text."""
+        last = self._after_answer(prompt=False)
+        found = self._ending(last, 0)
         if found is None:
             raise TemplateProblem(
                 "the chat template ends an assistant's turn without a special token, so where it ends is unknown"
             )
-        return found[1]
+        ends = [found[1]]
+        following, prompt = self._after_answer(prompt=True), self.generation_prompts[0]
+        if prompt and following.endswith(prompt):
+            inner = self._ending(following[: -len(prompt)], 0)
+            ends += [inner[1]] if inner else []
+        return tuple(dict.fromkeys([*ends, *([self._tokenizer.eos_token] if self._tokenizer.eos_token else [])]))
 
-    def find_end(self, text: str, place: int, header: str = "") -> tuple[int, str] | None:
-        """Where the end-of-turn token begins that follows `place` (after blanks at most), and its text; None if none does.
+    def find_end(self, text: str, place: int) -> tuple[int, str] | None:
+        """Where the end-of-turn token lies that follows `place` (after blanks at most), and its text; None if none does."""
+        found = self._ending(text, place)
+        return found if found is not None and found[1] in self.ends else None
 
-        A token that also occurs in `header` begins a message rather than ending one, unless it is a known end.
-        """
-        found = self._ending.match(text, place)
-        if found is None or (found[1] not in (self.end_of_turn, self._tokenizer.eos_token) and found[1] in header):
-            return None
-        return found.start(1), found[1]
+    def begins_with(self, text: str) -> str:
+        """The special token that `text` begins with, or ""."""
+        found = self._special_tokens.match(text)
+        return found[1] if found else ""
+
+    def _after_answer(self, prompt: bool) -> str:
+        texts, slots = split_stand_ins(self.render([_QUESTION, _ANSWER], prompt=prompt))
+        return texts[slots.index((1, 0)) + 1] if (1, 0) in slots else ""
+
+    def _ending(self, text: str, place: int) -> tuple[int, str] | None:
+        """The special token that follows `place`: the end of text if it is in an unbroken run of them, else the run's first."""
+        first = found = self._special_tokens.match(text, place)
+        while found is not None and found[1] != self._tokenizer.eos_token:
+            following = self._special_tokens.match(text, found.end())
+            found = following if following is not None and following.start(1) == found.end() else None
+        end = found or first
+        return (end.start(1), end[1]) if end else None
 
     @cached_property
-    def ends(self) -> tuple[str, ...]:
-        """The texts that may end a turn wherever they occur: the template's end of turn, and the tokenizer's end of text."""
-        return tuple(dict.fromkeys(end for end in (self.end_of_turn, self._tokenizer.eos_token) if end))
-
-    @cached_property
-    def _ending(self) -> re.Pattern[str]:
+    def _special_tokens(self) -> re.Pattern[str]:
         tokens = set(self._tokenizer.get_added_vocab())
         if self._tokenizer.bos_token != self._tokenizer.eos_token:
             tokens.discard(self._tokenizer.bos_token)

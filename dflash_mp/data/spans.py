@@ -55,16 +55,21 @@ class SpanFinder:
         """Render the conversation of `document` and locate its assistant turns. Raises `DataError`."""
         messages, tools = document.messages or [], document.tools
         try:
-            if self._template.has_markers(tools):
-                return self._by_markers(messages, tools)
-            text = self._template.render(messages, tools)
-            spans = self._by_skeleton(text, messages, tools)
-            return Rendered(text, self._by_replacement(text, messages, tools) if spans is None else spans)
+            rendered = self._annotate(messages, tools)
+            _check_tool_calls(rendered, messages)
+            return rendered
         except TemplateProblem as problem:
             raise DataError(
                 f"{document.place}: {problem}",
                 "fix or remove the record, or mark the assistant's turns in the target's chat template with {% generation %}",
             ) from None
+
+    def _annotate(self, messages: list[Message], tools: Tools) -> Rendered:
+        if self._template.has_markers(tools):
+            return self._by_markers(messages, tools)
+        text = self._template.render(messages, tools)
+        spans = self._by_skeleton(text, messages, tools)
+        return Rendered(text, self._by_replacement(text, messages, tools) if spans is None else spans)
 
     # 1. Markers
 
@@ -80,20 +85,27 @@ class SpanFinder:
     def _inside(self, text: str, start: int, end: int) -> Span:
         """The span of a marked block: without a generation prompt that it may hold, and with the end of turn that may follow it."""
         block = text[start:end]
-        header = next((p for p in self._template.generation_prompts if p and block.startswith(p)), "")
-        opening = self._template.find_end(block, 0)
-        if not header and opening and any(p.startswith(opening[1]) for p in self._template.generation_prompts):
+        header = self._header(block)
+        spoken = block.rstrip()
+        while token := next((token for token in self._template.ends if spoken.endswith(token)), ""):
+            spoken = spoken[: -len(token)].rstrip()
+        found = self._template.find_end(text, start + max(len(spoken), len(header)))
+        if found is None:
+            raise TemplateProblem(f"no end-of-turn token follows the template's generation block at character {start}")
+        return Span(start + len(header), *found)
+
+    def _header(self, block: str) -> str:
+        """The generation prompt that a marked block begins with, without thinking that the prompt opens and the block does not."""
+        prompts, opening = self._template.generation_prompts, self._template.begins_with(block)
+        if opening and any(prompt.startswith(opening) for prompt in prompts):
+            for prompt in prompts:
+                for header in (prompt, prompt.partition("<think>")[0]):
+                    if header and block.startswith(header):
+                        return header
             raise TemplateProblem(
                 "the template's generation block begins with a header that is not its generation prompt"
             )
-        spoken = block.rstrip()
-        for token in self._template.ends:
-            if spoken.endswith(token):
-                return Span(start + len(header), start + len(spoken) - len(token), token)
-        found = self._template.find_end(text, end)
-        if found is None:
-            raise TemplateProblem(f"no end-of-turn token follows the template's generation block at character {end}")
-        return Span(start + len(header), *found)
+        return ""
 
     # 2. Skeleton
 
@@ -122,12 +134,13 @@ class SpanFinder:
         turns = []
         for number, (role, _) in enumerate(shapes):
             mine = [place for place, (message, _) in enumerate(slots) if message == number]
-            if role != "assistant" or not mine:
+            if role != "assistant":
                 continue
-            once = len({slots[place] for place in mine}) == len(mine) == mine[-1] - mine[0] + 1
+            if not mine or not len({slots[place] for place in mine}) == len(mine) == mine[-1] - mine[0] + 1:
+                return None  # not printed, or printed twice or in pieces
             before = slots[mine[0] - 1] if mine[0] else None
-            lead = self._lead(stand_ins[:number], tools, texts[mine[0]], before) if once else None
-            end = self._template.find_end(texts[mine[-1] + 1], 0, header=texts[0])
+            lead = self._lead(stand_ins[:number], tools, texts[mine[0]], before)
+            end = self._template.find_end(texts[mine[-1] + 1], 0)
             if lead is None or end is None:
                 return None
             turns.append(Turn(mine[0], mine[-1], lead, *end))
@@ -173,7 +186,7 @@ class SpanFinder:
                     and message["content"].strip().endswith(text[begin:end].strip())
                 ):
                     start = begin if self._begins_thinking(text[:begin], messages[:number], tools) else None
-                if start is None or found is None or found[1] not in self._template.ends:
+                if start is None or found is None:
                     raise TemplateProblem(
                         f"the chat template prints message {number + 1} (assistant) in a way that does not show exactly where it "
                         f"{'ends' if start is not None else 'begins'}"
@@ -190,6 +203,16 @@ class SpanFinder:
 
     def _begins_thinking(self, header: str, earlier: list[Message], tools: Tools) -> bool:
         return self._template.render(earlier, tools, prompt=True).startswith(header)
+
+
+def _check_tool_calls(rendered: Rendered, messages: list[Message]) -> None:
+    spoken = [rendered.text[span.start : span.stop] for span in rendered.spans]
+    for number, message in enumerate(messages, start=1):
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call) if isinstance(call, dict) else {}
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str) or not any(name in text for text in spoken):
+                raise TemplateProblem(f"the chat template leaves out a tool call of message {number}")
 
 
 def _common_prefix(one: str, other: str) -> int:
