@@ -8,6 +8,7 @@ none is left. A received byte is copied once on this side: from the socket's mes
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from dflash_mp.stream.slots import Slot, make_slots
 from dflash_mp.stream.weights import FrozenWeights, WeightsBuilder
 from dflash_mp.stream.window import Want, Window
 
+log = logging.getLogger(__name__)
+_REMIND_SECONDS = 15.0
 _SETTLE_SECONDS = 1.0  # how long other feeders may take to answer once one has
 
 
@@ -209,7 +212,8 @@ class RowClient:
         )
 
     def _await_feeder(self) -> None:
-        deadline = time.monotonic() + self._stream.connect_seconds
+        start = time.monotonic()
+        deadline, reminder = start + self._stream.connect_seconds, start + _REMIND_SECONDS
         settled: float | None = None
         with self._io.changed:
             while True:
@@ -222,9 +226,12 @@ class RowClient:
                     return
                 if now >= deadline or all(link.state == "refused" for link in self._io.links):
                     raise StreamError(
-                        f"rank {self._rank}: no feeder after {self._stream.connect_seconds:g} s: {self._feeders()}",
+                        f"rank {self._rank}: no feeder after {now - start:.0f} s: {self._feeders()}",
                         "start the feeders (dflash-mp feed), check feed.endpoints, or raise stream.connect_seconds",
                     )
+                if settled is None and now >= reminder:
+                    reminder = now + _REMIND_SECONDS
+                    log.warning("rank %d: waiting for a feeder: %s", self._rank, self._feeders())
                 self._io.changed.wait(min(0.2, deadline - now))
 
     def _make_slots(self, layout: RowLayout) -> list[Slot]:
