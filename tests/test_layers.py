@@ -1,0 +1,85 @@
+"""The direction of imports: what a layer may use, checked in the source, imports inside functions and type checks included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "dflash_mp"
+
+_BASE = {"errors", "process", "config"}
+# Each layer and the layers it may import. A layer is a folder or a module directly below dflash_mp.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "process": {"errors"},
+    "config": {"errors"},
+    "child": {"process"},
+    "torchrun": {"process"},
+    "supervisor": {"errors", "process"},
+    "data": _BASE,
+    "stream": {*_BASE, "data"},
+    "target": {*_BASE, "data", "stream"},
+    "drafter": {*_BASE, "data", "stream"},
+    "decode": {*_BASE, "data", "stream", "target", "drafter", "export"},
+    "export": {*_BASE, "data", "stream", "target", "drafter"},
+    "demo": {*_BASE, "data", "target"},
+    "preflight": {*_BASE, "data", "stream"},
+    "run_view": {*_BASE, "supervisor"},
+    "run": {*_BASE, "preflight", "run_view", "supervisor"},
+    "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "supervisor"},
+    "threads": {*_BASE, "data", "stream", "target", "drafter"},
+}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Full dotted names that a module imports, `from a import b` as "a.b"."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_layers_below_its_own(path: Path) -> None:
+    layer = layer_of(path)
+    if layer in ("cli", "__init__"):
+        return
+    assert layer in MAY_IMPORT, f"give the new layer {layer!r} its place in this table"
+    for name in imports_of(path):
+        if name.startswith("dflash_mp."):
+            used = name.split(".")[1]
+            assert used in MAY_IMPORT[layer] | {layer, "__version__"}, f"{layer} may not import {name}"
+
+
+def test_the_table_has_no_cycle() -> None:
+    def reaches(layer: str, seen: tuple[str, ...]) -> None:
+        assert layer not in seen, f"cycle: {' → '.join((*seen, layer))}"
+        for below in MAY_IMPORT[layer]:
+            reaches(below, (*seen, layer))
+
+    for layer in MAY_IMPORT:
+        reaches(layer, ())
+
+
+def test_the_stream_knows_neither_a_process_group_nor_a_model() -> None:
+    for path in (path for path in MODULES if layer_of(path) == "stream"):
+        for name in imports_of(path):
+            assert not name.startswith(("torch.distributed", "transformers", "torch.nn")), f"{path}: {name}"
+
+
+def test_nothing_unpickles() -> None:
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in ("torch.load", "pickle.loads", "pickle.load"), path
+        assert not any(name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib") for name in imports_of(path))
