@@ -42,7 +42,7 @@ def tiny_tree(directory: Path) -> dict[str, Any]:
     """A configuration whose files lie below `directory`: 4 optimizer steps of 4 rows."""
     return {
         "run_dir": str(directory / "run"),
-        "target": {"path": str(directory / "target"), "device": "cpu"},
+        "target": {"path": str(directory / "target"), "device": "cpu", "taps": 2},
         "data": {
             "path": str(directory / "data"),
             "sources": [{"path": str(directory / "pairs.jsonl")}],
