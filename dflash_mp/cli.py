@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from dflash_mp import __version__
 from dflash_mp.errors import DflashError
+
+if TYPE_CHECKING:
+    from dflash_mp.config import LoadedConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +46,13 @@ def _drafter_option(command: F) -> F:
     )(command)
 
 
+def _load(config_file: Path, overrides: tuple[str, ...]) -> LoadedConfig:
+    """The configuration; commands read it before they import anything slow, so that a mistake in it shows at once."""
+    from dflash_mp.config import load_config
+
+    return load_config(config_file, overrides)
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dflash-mp")
 def main() -> None:
@@ -71,11 +81,10 @@ def demo(directory: Path, wheels: Path | None) -> None:
 @click.option("--force", is_flag=True, help="Replace a prepared dataset that was made with other settings or sources.")
 def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: bool) -> None:
     """Tokenise the documents of data.sources and pack them into rows, at data.path."""
-    from dflash_mp.config import load_config
+    config = _load(config_file, overrides).config
     from dflash_mp.data.report import prepare_and_report
     from dflash_mp.target.tokenizer import load_tokenizer
 
-    config = load_config(config_file, overrides).config
     prepare_and_report(config.data, load_tokenizer(config.target), seed=config.seed, show=show, force=force)
 
 
@@ -86,10 +95,10 @@ def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: boo
 )
 def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
     """Be a feeder: run the target and serve its rows to drafters."""
-    from dflash_mp.config import load_config
+    config = _load(config_file, overrides).config
     from dflash_mp.target.feed import feed as serve
 
-    serve(load_config(config_file, overrides).config, index)
+    serve(config, index)
 
 
 @main.command()
@@ -97,10 +106,9 @@ def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
 @click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
 def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
     """Start feeders and drafters on this machine and see them through. The same command resumes."""
+    loaded = _load(config_file, overrides)
     from dflash_mp import run as launcher
-    from dflash_mp.config import load_config
 
-    loaded = load_config(config_file, overrides)
     if plan:
         for line in launcher.describe_plan(loaded, overrides):
             click.echo(line)
@@ -146,14 +154,13 @@ def evaluate(
     """Measure a drafter: acceptance length, speed-up, and whether the output is the target's own."""
     import json
 
-    from rich.console import Console
-
-    from dflash_mp.config import load_config
-    from dflash_mp.decode.evaluate import evaluate as measure
-
     more = [f"eval.prompts={json.dumps(list(prompts))}"] if prompts else []
     more += [f"eval.limit={limit}"] if limit else []
-    config = load_config(config_file, [*overrides, *more]).config
+    config = _load(config_file, (*overrides, *more)).config
+    from rich.console import Console
+
+    from dflash_mp.decode.evaluate import evaluate as measure
+
     result = measure(config, drafter, untrained=untrained, console=Console())
     if json_file:
         result.write_json(json_file)
@@ -171,10 +178,9 @@ def generate(
     config_file: Path, overrides: tuple[str, ...], drafter: Path | None, prompt: str, raw: bool, color: bool | None
 ) -> None:
     """Answer PROMPT with target and drafter, streaming."""
-    from dflash_mp.config import load_config
+    config = _load(config_file, overrides).config
     from dflash_mp.decode.generate import generate as answer
 
-    config = load_config(config_file, overrides).config
     colour = sys.stdout.isatty() if color is None else color
     answer(config, drafter, prompt, raw=raw, colour=colour, write=lambda text: click.echo(text, nl=False, color=colour))
 
@@ -188,7 +194,7 @@ def bench() -> None:
 @click.option("--target", required=True, help="Hugging Face directory, hub id or .gguf file.")
 @click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
 @click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
-@click.option("--device", default="auto", show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

@@ -5,17 +5,15 @@ Checks never load a model or touch the network. What only a part can find out (a
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
-import socket
 from pathlib import Path
 
 from dflash_mp.config import RunConfig, TargetConfig
 from dflash_mp.data.store import PreparedDataset
-from dflash_mp.errors import ConfigError, DataError, DflashError, StreamError, TargetError
-from dflash_mp.stream.endpoints import check_endpoint
+from dflash_mp.errors import ConfigError, DataError, DflashError, TargetError
+from dflash_mp.stream.endpoints import check_available
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -78,31 +76,12 @@ def check_dataset(config: RunConfig) -> None:
 
 
 def check_endpoints(config: RunConfig) -> None:
-    """Addresses must be well formed and distinct; a TCP address must be this machine's, with its port free."""
+    """Addresses must be distinct, well formed, of this machine, and free."""
     endpoints = config.feeder_endpoints()
     twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
     if twice:
         raise ConfigError(f"feed.endpoints names {', '.join(twice)} twice", "give each feeder its own address")
     for endpoint in endpoints:
-        check_endpoint(endpoint, config.feed.insecure_no_auth)
-        if endpoint.startswith("tcp://"):
-            _check_port(endpoint)
-
-
-def _check_port(endpoint: str) -> None:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if port in ("*", "0"):
-        raise ConfigError(f"{endpoint} leaves the port open, so drafters cannot find it", "name a port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            remedy = "stop the program that uses the port, or give another one in feed.endpoints"
-        else:
-            remedy = "`run` starts everything on this machine; for feeders elsewhere use `dflash-mp feed` there and torchrun here"
-        raise StreamError(f"a feeder cannot listen on {endpoint}: {error.strerror}", remedy) from None
+        if endpoint.startswith("tcp://") and endpoint.endswith((":*", ":0")):
+            raise ConfigError(f"{endpoint} leaves the port open, so drafters cannot find it", "name a port")
+        check_available(endpoint, config.feed.insecure_no_auth)

@@ -98,7 +98,7 @@ def test_a_port_in_use_is_named(run_file: Path) -> None:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         error = refusal(load_config(run_file, [f"feed.endpoints=['{endpoint}']"]))
     assert f"cannot listen on {endpoint}" in error.what
-    assert "another one" in error.remedy
+    assert "another address" in error.remedy
 
 
 def test_a_hub_id_is_left_to_the_feeder(run_file: Path) -> None:

@@ -22,6 +22,8 @@ from dflash_mp.stream.messages import CHUNK_BYTES, HEADER_BYTES
 _LONGEST_IPC_PATH = 107  # bytes: sun_path of a Unix socket
 _TAKEN = "stop the other feeder or program that uses it, or give another address in feed.endpoints"
 
+_ELSEWHERE = "a feeder listens on the machine that it runs on: give an address of this one in feed.endpoints"
+
 
 def check_endpoint(endpoint: str, insecure_no_auth: bool) -> None:
     """Raise `StreamError` unless `endpoint` is well formed and may be used."""
@@ -43,6 +45,7 @@ def check_endpoint(endpoint: str, insecure_no_auth: bool) -> None:
 def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool) -> str:
     """Listen on `endpoint` and return the address got (port 0 is resolved)."""
     check_endpoint(endpoint, insecure_no_auth)
+    allow_ipv6(router, endpoint)
     path = ipc_path(endpoint)
     if path is not None:
         _prepare_directory(path)
@@ -50,7 +53,7 @@ def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool) -> st
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
-        remedy = _TAKEN if error.errno == errno.EADDRINUSE else "check the address in feed.endpoints"
+        remedy = _TAKEN if error.errno == errno.EADDRINUSE else _ELSEWHERE
         raise StreamError(f"cannot listen on {endpoint}: {error.strerror}", remedy) from None
     if path is not None:
         path.chmod(0o600)
@@ -72,6 +75,11 @@ def check_available(endpoint: str, insecure_no_auth: bool) -> None:
 def ipc_path(endpoint: str) -> Path | None:
     """The socket file of an ipc endpoint; None for tcp."""
     return Path(endpoint[len("ipc://") :]) if endpoint.startswith("ipc://") else None
+
+
+def allow_ipv6(any_socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Before binding or connecting; only for IPv6 addresses, since it makes libzmq write IPv4 ones in IPv6 form."""
+    any_socket.ipv6 = "[" in endpoint
 
 
 def set_feeder_options(router: zmq.Socket[bytes]) -> None:
@@ -97,7 +105,6 @@ def set_drafter_options(dealer: zmq.Socket[bytes]) -> None:
 
 def _set_common_options(any_socket: zmq.Socket[bytes]) -> None:
     any_socket.linger = 0
-    any_socket.ipv6 = True
     any_socket.handshake_ivl = 10_000
     any_socket.heartbeat_ivl = 2000
     any_socket.heartbeat_timeout = 10_000  # must outlast one chunk on the slowest link
