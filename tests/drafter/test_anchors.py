@@ -95,3 +95,8 @@ def test_blocks_of_a_row_do_not_depend_on_its_company() -> None:
     for number, row in enumerate(rows):
         alone = make_blocks([row], (5 + number,), **options)
         assert torch.equal(alone.packed[0], together.packed[number])
+
+
+def test_padding_is_never_an_anchor_whatever_its_loss_mask() -> None:
+    documents = np.array([1, 1, 1, 0, 0, 0], dtype=np.int32)
+    assert anchor_candidates(np.ones(6, dtype=bool), documents).tolist() == [0, 1]
