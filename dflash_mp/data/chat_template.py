@@ -11,7 +11,7 @@ import re
 from functools import cached_property
 from typing import Any, Literal
 
-from dflash_mp.data.skeleton import Message, split_stand_ins, stand_in
+from dflash_mp.data.skeleton import PLAIN, Message, split_stand_ins, stand_in
 
 Thinking = Literal["default", "on", "off"]
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -20,8 +20,8 @@ _FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{ {'%Y-%m-%d': '2024-07-26', '%d %B %Y': '26 July 2024'}[format] "
     "or '26 Jul 2024' }}{%- endmacro -%}"
 )
-_QUESTION = stand_in(0, ("user", "plain"))
-_ANSWER = stand_in(1, ("assistant", "plain"))
+_QUESTION = stand_in((0, "user", PLAIN))
+_ANSWER = stand_in((1, "assistant", PLAIN))
 
 
 class TemplateProblem(Exception):
@@ -94,6 +94,10 @@ class ChatTemplate:
             prompts.append(full[len(without) :] if full.startswith(without) else "")
         return list(dict.fromkeys(prompts))
 
+    def check(self) -> None:
+        """Raise `TemplateProblem` unless the template ends an assistant's turn with a special token."""
+        _ = self.ends
+
     @cached_property
     def ends(self) -> tuple[str, ...]:
         """The tokens that end an assistant's turn: at the end, before the next generation prompt, and the end of text."""
@@ -122,7 +126,7 @@ class ChatTemplate:
 
     def _after_answer(self, prompt: bool) -> str:
         texts, slots = split_stand_ins(self.render([_QUESTION, _ANSWER], prompt=prompt))
-        return texts[slots.index((1, 0)) + 1] if (1, 0) in slots else ""
+        return texts[max((place + 1 for place, slot in enumerate(slots) if slot == (1, 0)), default=0)]
 
     def _ending(self, text: str, place: int) -> tuple[int, str] | None:
         """The special token that follows `place`: the end of text if it is in an unbroken run of them, else the run's first."""

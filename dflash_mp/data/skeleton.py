@@ -20,7 +20,7 @@ _STAND_IN = re.compile(f"{_OPEN}(\\d+)\\.(\\d+){_CLOSE}")
 _THINK, _THINK_END = "<think>", "</think>"
 
 Slot = tuple[int, int]  # number of the message, number of its part
-Shape = tuple[str, str]  # role, and one of:
+Shape = tuple[int, str, str]  # number of the first message equal to it (assistants: its own), role, and one of:
 PLAIN = "plain"  # the content as a whole
 TAGGED = "tagged"  # content of the form <think>…</think>…: two parts
 CLOSED = "closed"  # content of the form …</think>…, opened by the generation prompt: two parts
@@ -38,13 +38,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant's turn in a skeleton: its slots, and where it begins and ends inside the fixed texts around them."""
+    """An assistant's turn in a skeleton: its slots, and the fixed texts around them."""
 
     first: int  # its first slot
     last: int  # its last slot
-    lead: int  # offset in the text before `first` where the target starts to generate
     tail: int  # offset in the text after `last` where the end-of-turn token begins
     end_of_turn: str
+    base: int  # offset in the text before `first` from which the prompts are compared
+    prompts: tuple[str, ...]  # what the target is given there before it generates: one of these, the likeliest first
+    bare: bool  # whether the answer may stand without the thinking that the first prompt begins, right after the fixed text
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,16 @@ class Skeleton:
         found = self._fill(rendered, parts)
         if found is None:
             return None
-        spans = []
-        for turn in self.turns:
-            start = found[turn.first][0] - len(self.texts[turn.first]) + turn.lead
-            spans.append(Span(start, found[turn.last][1] + turn.tail, turn.end_of_turn))
-        return spans
+        spans = [self._span(turn, rendered, found) for turn in self.turns]
+        return None if None in spans else [span for span in spans if span]
+
+    def _span(self, turn: Turn, rendered: str, found: list[tuple[int, int]]) -> Span | None:
+        begin, stop = found[turn.first][0], found[turn.last][1] + turn.tail
+        base = begin - len(self.texts[turn.first]) + turn.base
+        for prompt in turn.prompts:
+            if rendered.startswith(prompt, base) and base + len(prompt) <= stop:
+                return Span(base + len(prompt), stop, turn.end_of_turn)
+        return Span(begin, stop, turn.end_of_turn) if turn.bare else None
 
     def _fill(self, rendered: str, parts: Sequence[Sequence[str]]) -> list[tuple[int, int]] | None:
         if not rendered.startswith(self.texts[0]):
@@ -94,16 +101,16 @@ def has_stand_ins(text: str) -> bool:
     return _OPEN in text or _CLOSE in text
 
 
-def stand_in(number: int, shape: Shape) -> Message:
-    """Message `number` of a conversation with stand-ins for its parts."""
-    role, form = shape
+def stand_in(shape: Shape) -> Message:
+    """A message with stand-ins for its parts."""
+    number, role, form = shape
     first, second = (f"{_OPEN}{number}.{part}{_CLOSE}" for part in (0, 1))
     if form == FIELD:
         return {"role": role, REASONING_KEYS[0]: first, "content": second}
     if form == TAGGED:
-        return {"role": role, "content": f"{_THINK}\n{first}\n{_THINK_END}\n\n{second}"}
+        return {"role": role, "content": f"{_THINK}{first}{_THINK_END}{second}"}
     if form == CLOSED:
-        return {"role": role, "content": f"{first}\n{_THINK_END}\n\n{second}"}
+        return {"role": role, "content": f"{first}{_THINK_END}{second}"}
     return {"role": role, "content": first}
 
 
@@ -114,26 +121,36 @@ def readings(messages: Sequence[Message]) -> list[tuple[list[Shape], list[list[s
     """
     if any(message.get("tool_calls") for message in messages):
         return []
-    whole = [_take_apart(message, False) for message in messages]
-    apart = [_take_apart(message, True) for message in messages]
+    numbers = _first_equal(messages)
+    whole = [_take_apart(number, message, False) for number, message in zip(numbers, messages, strict=True)]
+    apart = [_take_apart(number, message, True) for number, message in zip(numbers, messages, strict=True)]
     ways = [whole] if whole == apart else [whole, apart]
     return [([shape for shape, _ in way], [parts for _, parts in way]) for way in ways]
 
 
-def _take_apart(message: Message, split_thinking: bool) -> tuple[Shape, list[str]]:
+def _first_equal(messages: Sequence[Message]) -> list[int]:
+    """Some templates look for a message by comparing it: equal messages need equal stand-ins."""
+    first: dict[tuple[str, str], int] = {}
+    return [
+        number if message["role"] == "assistant" else first.setdefault((message["role"], message["content"]), number)
+        for number, message in enumerate(messages)
+    ]
+
+
+def _take_apart(number: int, message: Message, split_thinking: bool) -> tuple[Shape, list[str]]:
     role, content = message["role"], message.get("content", "")
     if role == "assistant":
         reasoning = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
         if reasoning is not None:
-            return (role, FIELD), [reasoning, content]
+            return (number, role, FIELD), [reasoning, content]
         if split_thinking and _THINK_END in content:
             thought, _, answer = content.partition(_THINK_END)
             opened = thought.lstrip().startswith(_THINK)
-            return (role, TAGGED if opened else CLOSED), [
+            return (number, role, TAGGED if opened else CLOSED), [
                 thought.lstrip()[len(_THINK) :] if opened else thought,
                 answer,
             ]
-    return (role, PLAIN), [content]
+    return (number, role, PLAIN), [content]
 
 
 def _trimmings(content: str) -> Sequence[str]:

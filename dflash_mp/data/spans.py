@@ -20,6 +20,7 @@ from typing import Any
 from dflash_mp.data.chat_template import ChatTemplate, TemplateProblem
 from dflash_mp.data.documents import Document, Message
 from dflash_mp.data.skeleton import (
+    PLAIN,
     Shape,
     Skeleton,
     Slot,
@@ -68,6 +69,9 @@ class SpanFinder:
         if self._template.has_markers(tools):
             return self._by_markers(messages, tools)
         text = self._template.render(messages, tools)
+        if not any(message["role"] == "assistant" for message in messages):
+            return Rendered(text, [])
+        self._template.check()
         spans = self._by_skeleton(text, messages, tools)
         return Rendered(text, self._by_replacement(text, messages, tools) if spans is None else spans)
 
@@ -126,30 +130,35 @@ class SpanFinder:
         return self._skeletons[key]
 
     def _make_skeleton(self, shapes: list[Shape], tools: Tools) -> Skeleton | None:
-        stand_ins = [stand_in(number, shape) for number, shape in enumerate(shapes)]
+        stand_ins = [stand_in(shape) for shape in shapes]
         try:
             texts, slots = split_stand_ins(self._template.render(stand_ins, tools))
         except TemplateProblem:
             return None  # it renders the real conversation, but not stand-ins
         turns = []
-        for number, (role, _) in enumerate(shapes):
+        for number, (_, role, _) in enumerate(shapes):
             mine = [place for place, (message, _) in enumerate(slots) if message == number]
             if role != "assistant":
                 continue
             if not mine or not len({slots[place] for place in mine}) == len(mine) == mine[-1] - mine[0] + 1:
                 return None  # not printed, or printed twice or in pieces
             before = slots[mine[0] - 1] if mine[0] else None
-            lead = self._lead(stand_ins[:number], tools, texts[mine[0]], before)
+            given = self._given(stand_ins[:number], tools, texts[mine[0]], before)
             end = self._template.find_end(texts[mine[-1] + 1], 0)
-            if lead is None or end is None:
+            if given is None or end is None:
                 return None
-            turns.append(Turn(mine[0], mine[-1], lead, *end))
+            (tail, token), (base, prompts, bare) = end, given
+            turns.append(Turn(mine[0], mine[-1], tail, token, base, prompts, bare))
         return Skeleton(texts, slots, tuple(turns))
 
-    def _lead(self, earlier: list[Message], tools: Tools, text: str, before: Slot | None) -> int | None:
-        """How much of `text`, the fixed text between slot `before` and an assistant's first slot, is given to the target."""
+    def _given(
+        self, earlier: list[Message], tools: Tools, text: str, before: Slot | None
+    ) -> tuple[int, tuple[str, ...], bool] | None:
+        """What the target is given of `text`, the fixed text between slot `before` and an assistant's first slot (see `Turn`)."""
         if not earlier:
-            return next((text.rfind(p) + len(p) for p in self._template.generation_prompts if p and p in text), None)
+            found = [(text.rfind(p), p) for p in self._template.generation_prompts if p and p in text]
+            return (found[0][0], (found[0][1],), False) if found else None
+        prompts: list[str] = []
         for mode in range(len(self._template.modes)):
             try:
                 texts, slots = split_stand_ins(self._template.render(earlier, tools, prompt=True, mode=mode))
@@ -158,41 +167,39 @@ class SpanFinder:
                 return None  # the template does not speak after these messages
             if (slots[-1] if slots else None) != before:
                 return None
-            if text.startswith(texts[-1]):
-                # A template without a generation prompt leaves the role's name to be read as a header.
-                header_only = texts == silent and text[len(texts[-1]) :].strip()
-                return len(text) if header_only else len(texts[-1])
-            if mode == 0:
-                given = texts[-1]
-        # Earlier turns are printed without the thinking that the generation prompt begins.
-        return len(text) if given.startswith(text) else None
+            if texts == silent and text.startswith(texts[-1]) and text[len(texts[-1]) :].strip():
+                return 0, (), True  # no generation prompt, but a header before the answer
+            prompts.append(texts[-1])
+        return 0, tuple(dict.fromkeys(prompts)), prompts[0].startswith(text)
 
     # 3. Replacement
 
     def _by_replacement(self, text: str, messages: list[Message], tools: Tools) -> list[Span]:
-        spans = []
         if has_stand_ins(text):
             raise TemplateProblem("the conversation uses the private characters U+E0F0 and U+E0F1")
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                replaced = [*messages[:number], stand_in(number, ("assistant", "plain")), *messages[number + 1 :]]
-                other = self._template.render(replaced, tools)
-                begin, end = _common_prefix(text, other), len(text) - _common_suffix(text, other)
-                found = self._template.find_end(text, end) if begin <= end else None
-                start = self._prompt_end(text, messages[:number], tools, begin)
-                if (
-                    start is None
-                    and text[begin:end].strip()
-                    and message["content"].strip().endswith(text[begin:end].strip())
-                ):
-                    start = begin if self._begins_thinking(text[:begin], messages[:number], tools) else None
-                if start is None or found is None:
+                span = self._replace(text, messages, tools, number)
+                if span is None:
                     raise TemplateProblem(
                         f"the chat template prints message {number + 1} (assistant) in a way that does not show exactly where it "
-                        f"{'ends' if start is not None else 'begins'}"
+                        "begins and ends"
                     )
-                spans.append(Span(start, *found))
+                spans.append(span)
         return spans
+
+    def _replace(self, text: str, messages: list[Message], tools: Tools, number: int) -> Span | None:
+        """The span of message `number`: what changes in `text` when it is replaced, after the prompt that its beginning gives."""
+        mark = stand_in((number, "assistant", PLAIN))
+        other = self._template.render([*messages[:number], mark, *messages[number + 1 :]], tools)
+        unchanged = _common_suffix(text, other)
+        if other.count(mark["content"]) != 1 or not other.endswith(mark["content"], 0, len(other) - unchanged):
+            return None
+        end = len(text) - unchanged
+        found = self._template.find_end(text, end)
+        start = self._prompt_end(text, messages[:number], tools, min(end, _common_prefix(text, other)))
+        return None if found is None or start is None else Span(start, *found)
 
     def _prompt_end(self, text: str, earlier: list[Message], tools: Tools, limit: int) -> int | None:
         for mode in range(len(self._template.modes)):
@@ -200,9 +207,6 @@ class SpanFinder:
             if len(given) <= limit and text.startswith(given):
                 return len(given)
         return None
-
-    def _begins_thinking(self, header: str, earlier: list[Message], tools: Tools) -> bool:
-        return self._template.render(earlier, tools, prompt=True).startswith(header)
 
 
 def _check_tool_calls(rendered: Rendered, messages: list[Message]) -> None:
