@@ -71,8 +71,14 @@ def run(config: RunConfig) -> None:
 
 
 def _client(config: RunConfig, world: World, resumed: StreamPlan | None) -> RowClient:
-    held = config.train.micro_batch_rows
-    return RowClient.of(config, world.rank, world.size, plan=resumed, held=held, pin=world.device.type == "cuda")
+    return RowClient.of(
+        config,
+        world.rank,
+        world.size,
+        plan=resumed,
+        held=config.train.micro_batch_rows,
+        pin=world.device.type == "cuda",
+    )
 
 
 class _StopRequest:

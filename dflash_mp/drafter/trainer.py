@@ -59,6 +59,7 @@ def train(
     options, world = trainer.config.train, trainer.world
     held_out = min(options.held_out_rows, trainer.plan.data.held_out_rows)
     source.schedule(schedule.row_sequence(options, trainer.step, world.rank, world.size, held_out))
+    warm_up(trainer)
     if trainer.step == 0:
         with trainer.compilations.during("held-out"):
             measure_held_out(trainer, held_out, report)
@@ -81,6 +82,14 @@ def train(
         if figures.stop:
             return False
     return True
+
+
+def warm_up(trainer: Trainer) -> None:
+    """One forward and backward pass without rows: compiles the step while the feeders start, and settles DDP's buckets."""
+    batch = trainer.loader.load([None] * trainer.config.train.micro_batch_rows)
+    with trainer.compilations.during("step"):
+        trainer.objective.loss(trainer.parallel, batch).total.backward()
+    trainer.optimizer.zero_gradients()
 
 
 def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:

@@ -5,8 +5,7 @@ process group exists. Collectives have a time-out of their own, longer than ever
 reports its own error first.
 """
 
-from __future__ import annotations
-
+# Annotations stay evaluated here: DDP checks those of a communication hook when it is registered.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -91,15 +90,14 @@ def leave(world: World) -> None:
 def data_parallel(module: nn.Module, world: World) -> nn.Module:
     """Wrap `module` so that the last backward pass of a step adds the gradients of all ranks (sums: the loss is not a mean).
 
-    `find_unused_parameters` is on although every parameter is always used: it keeps DDP from re-ordering its buckets after the
-    first step, which would change the order of additions between a run and its resumption.
+    DDP re-orders its buckets, and with them its additions, once after the first backward pass. `trainer.warm_up` makes that pass
+    before the first step, so that a resumed run adds in the same order as one that was never interrupted.
     """
     if world.size == 1:
         return module
     parallel = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        find_unused_parameters=True,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
