@@ -9,6 +9,7 @@ none is left. A received byte is copied once on this side: from the socket's mes
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -240,7 +241,7 @@ class RowClient:
             raise StreamError(
                 f"rank {self._rank}: stream.window_mib is {self._stream.window_mib:g}, but {self._held} rows are in use at once and "
                 f"one must be under way, of {layout.nbytes / 2**20:.2f} MiB each",
-                f"set stream.window_mib to at least {(self._held + 1) * layout.nbytes / 2**20:.2f}",
+                f"set stream.window_mib to at least {math.ceil((self._held + 1) * layout.nbytes / 2**20 * 100) / 100}",
             )
         return make_slots(0, count, layout.nbytes, pin=self._pin, remedy="lower stream.window_mib")
 

@@ -15,7 +15,7 @@ import zmq
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
-from dflash_mp.stream.endpoints import set_drafter_options
+from dflash_mp.stream.endpoints import allow_ipv6, set_drafter_options
 from dflash_mp.stream.window import Want
 
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
@@ -187,6 +187,7 @@ class Link:
     def _open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         set_drafter_options(self._socket)
+        allow_ipv6(self._socket, self.endpoint)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor.linger = 0
         self._socket.connect(self.endpoint)

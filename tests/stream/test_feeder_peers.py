@@ -1,0 +1,117 @@
+"""The feeder's bookkeeping: turns, order, and slots that nobody overwrites too early."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
+from dflash_mp.data.row import RowKey
+from dflash_mp.stream import messages as m
+from dflash_mp.stream.feeder_peers import OUTSTANDING, Job, Peer, Peers
+from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.slots import SlotPool
+from dflash_mp.stream.weights import WeightsServer
+
+PLAN = synthetic_plan()
+ROW = RowLayout.of(PLAN).nbytes
+NO_WEIGHTS: WeightsServer = None  # type: ignore[assignment]  # never asked for here
+
+
+def admit(peers: Peers, number: int) -> Peer:
+    hello = m.Hello(m.VERSION, f"rank {number}", "x", 0, 1, synthetic_expectations(PLAN), None, ())
+    refused, _ = peers.greet(bytes([number]), hello)
+    assert refused is None
+    found = peers.find(bytes([number]))
+    assert found is not None
+    return found
+
+
+def ask(peers: Peers, peer: Peer, *requests: int) -> None:
+    peers.get(peer, m.Get(tuple(m.RowRequest(n, RowKey("train", n)) for n in requests)))
+
+
+def make(peers: Peers) -> Job | None:
+    job = peers.next_job(0)
+    if job is not None:
+        peers.finish(job, 0)
+    return job
+
+
+def send_all(peers: Peers, peer: Peer) -> list[m.Message]:
+    sent = []
+    while (outgoing := peers.next_outgoing(peer, NO_WEIGHTS)) is not None:
+        peers.sent(peer, outgoing[0])
+        sent.append(outgoing[0])
+    return sent
+
+
+def test_peers_take_turns_and_each_keeps_its_order() -> None:
+    peers = Peers(SlotPool(6, ROW, pin=False), ROW, 8)
+    first, second, third = (admit(peers, n) for n in range(3))
+    ask(peers, first, 1, 2, 3)
+    ask(peers, third, 7)
+    ask(peers, second, 4, 5)
+    made = []
+    while (job := make(peers)) is not None:
+        made.append((job.peer.hello.peer, job.key.ordinal))
+    assert made == [("rank 0", 1), ("rank 1", 4), ("rank 2", 7), ("rank 0", 2), ("rank 1", 5)]  # 3 awaits a release
+    assert [row.key.ordinal for row in send_all(peers, first) if isinstance(row, m.Row)] == [1, 2]
+
+
+def test_waiting_for_a_release_counts_as_blocked_and_waiting_for_a_request_as_idle() -> None:
+    peers = Peers(SlotPool(2, ROW, pin=False), ROW, 8)
+    peer = admit(peers, 0)
+    peers.next_job(0.05)
+    assert peers.waits.idle >= 0.05 > peers.waits.blocked
+    ask(peers, peer, 1, 2, 3)
+    idle = peers.waits.idle
+    assert make(peers) is not None
+    assert make(peers) is not None
+    assert peers.next_job(0.05) is None
+    assert peers.waits.blocked >= 0.05
+    assert peers.waits.idle - idle < 0.02
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_slot_is_used_twice_at_a_time_and_all_come_back(data: st.DataObject) -> None:
+    pool = SlotPool(6, ROW, pin=False)
+    peers = Peers(pool, ROW, 8)
+    alive: dict[int, Peer] = {}
+    numbers = iter(range(1, 10_000))
+    making: Job | None = None
+    unreleased: list[tuple[Peer, m.Row]] = []
+    for action in data.draw(st.lists(st.sampled_from("hgjfesrx"), max_size=60)):
+        peer = alive[data.draw(st.sampled_from(sorted(alive)))] if alive else None
+        if action == "h":
+            number = data.draw(st.integers(0, 2))
+            alive[number] = admit(peers, number)
+        elif action == "g" and peer and peer.outstanding < OUTSTANDING:
+            ask(peers, peer, next(numbers))
+        elif action == "j" and making is None:
+            making = peers.next_job(0)
+        elif action in "fe" and making is not None:
+            peers.finish(making, 0) if action == "f" else peers.fail(making, "no", True)
+            making = None
+        elif action == "s" and peer:
+            unreleased += [(peer, row) for row in send_all(peers, peer) if isinstance(row, m.Row)]
+        elif action == "r" and unreleased:
+            owner, row = unreleased.pop(0)
+            if not owner.gone:
+                peers.release(owner, m.Release(row.request, row.slot))
+        elif action == "x" and peer:
+            peers.remove(peer)
+            alive = {n: p for n, p in alive.items() if p is not peer}
+        used = Counter(t.slot.index for p in alive.values() for t in p.transfers.values())
+        if making is not None and making.peer.gone:
+            used[making.transfer.slot.index] += 1
+        assert not used or max(used.values()) == 1
+        assert sum(used.values()) + len(pool._free) == pool.made <= pool.capacity
+    if making is not None:
+        peers.finish(making, 0)
+    for peer in alive.values():
+        peers.remove(peer)
+    assert len(pool._free) == pool.made
