@@ -15,7 +15,7 @@ def default_layer_ids(num_layers: int, taps: int) -> tuple[int, ...]:
     """The `taps` layers that z-lab's formula picks in a target of `num_layers`.
 
     One tap: the middle. More: evenly from layer 1 to layer `num_layers - 3`, rounded half to even. In a target too shallow for that
-    (two taps would coincide) they are spread evenly from layer 0 to the last but one. Raises `TargetError` if even so they don't fit.
+    (two taps would coincide or cross) they are spread evenly from layer 0 to the last but one. Raises `TargetError` if even so they don't fit.
     """
     if not 1 <= taps < num_layers:
         raise TargetError(
@@ -23,9 +23,9 @@ def default_layer_ids(num_layers: int, taps: int) -> tuple[int, ...]:
             f"set target.taps to at most {max(1, num_layers - 1)}",
         )
     if taps == 1:
-        return (num_layers // 2,)
+        return (min(num_layers // 2, num_layers - 2),)
     ids = _spread(1, num_layers - 3, taps)
-    return ids if len(set(ids)) == taps else _spread(0, num_layers - 2, taps)
+    return ids if list(ids) == sorted(set(ids)) else _spread(0, num_layers - 2, taps)
 
 
 def choose_layer_ids(num_layers: int, taps: int, configured: Sequence[int] | None) -> tuple[int, ...]:

@@ -44,14 +44,17 @@ def load_model(config: TargetConfig) -> Any:
         if attention is not None:
             arguments["attn_implementation"] = attention
         with progress_on_terminals_only():
-            model = auto_class.from_pretrained(source.location, dtype=dtype, **arguments)
+            model, report = auto_class.from_pretrained(
+                source.location, dtype=dtype, output_loading_info=True, **arguments
+            )
+        _refuse_missing(report, source)
         model = model.to(device)
-    except LOADING_ERRORS as error:
-        raise unloadable("model", source, config, error) from error
     except torch.OutOfMemoryError as error:
         raise TargetError(
             f"{source.name} does not fit on {device}: {error}", "use a larger device, or a smaller target.dtype"
         ) from error
+    except LOADING_ERRORS as error:
+        raise unloadable("model", source, config, error) from error
     return model.eval().requires_grad_(False)
 
 
@@ -105,6 +108,17 @@ def _auto_class(model_config: Any, source: TargetSource, config: TargetConfig) -
         f"{source.name} ({model_config.model_type}) is not a causal language model that transformers {transformers.__version__} knows",
         "use another target, or a newer transformers",
     )
+
+
+def _refuse_missing(report: dict[str, Any], source: TargetSource) -> None:
+    """transformers gives random numbers to weights that the checkpoint lacks, and says so in a log only."""
+    missing = sorted(str(key) for key in report.get("missing_keys") or ())
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise TargetError(
+            f"the checkpoint of {source.name} lacks weights that the model needs: {', '.join(missing[:3])}{more}",
+            "fetch the whole checkpoint again",
+        )
 
 
 def _attention(config: TargetConfig, model_config: Any) -> str | None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from dflash_mp.config import TargetConfig
 from dflash_mp.errors import TargetError
 
 # What transformers raises for files that are missing, unreadable, malformed or of an unknown model.
-LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError)
+LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 @dataclass(frozen=True)
