@@ -1,0 +1,150 @@
+"""`dflash-mp run` with its real feeder and drafters: to the end, through interruptions, and when a part fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from process_trees import SECONDS, eventually
+from safetensors.torch import load_file
+from tiny_run import make_tiny_run
+
+from dflash_mp.drafter.checkpoint import steps_of
+from dflash_mp.process import children_of, mark_of, marked_processes, send_signal
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("run"))
+
+
+class Run:
+    """A `dflash-mp run` in a process of its own."""
+
+    def __init__(self, run_file: Path, run_dir: Path, *overrides: str) -> None:
+        options = [f"run_dir={run_dir}", f"train.steps={STEPS}", "train.checkpoint_every=10", *overrides]
+        command = [sys.executable, "-m", "dflash_mp.cli", "run", "-c", str(run_file)]
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            [*command, *(word for option in options for word in ("--set", option))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.mark = mark_of(self.process.pid)
+
+    def steps(self) -> int:
+        """Steps trained so far, of all starts in this run directory."""
+        file = self.run_dir / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return max((json.loads(line)["step"] for line in lines), default=0)
+
+    def wait_for_step(self, step: int) -> None:
+        eventually(lambda: self.steps() >= step or self.process.poll() is not None, f"step {step}")
+        assert self.process.poll() is None, self.process.communicate()[0]
+
+    def drafters(self) -> list[int]:
+        """Pids of the drafter processes, the children of torchrun."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(self.process.pid)}
+        return children_of(next(pid for pid, command in commands.items() if b"torchrun" in command))
+
+    def finish(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=2 * SECONDS)
+        assert marked_processes(self.mark) == []
+        return self.process.returncode, output
+
+
+@contextmanager
+def started(run_file: Path, run_dir: Path, *overrides: str) -> Iterator[Run]:
+    run = Run(run_file, run_dir, *overrides)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.communicate()
+        for pid in marked_processes(run.mark):
+            send_signal(pid, signal.SIGKILL)
+
+
+def final_weights(run_dir: Path) -> bytes:
+    assert steps_of(run_dir)[-1] == STEPS
+    return (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    with started(run_file, run_dir, "train.drafters=2") as run:
+        code, output = run.finish()
+    assert code == 0, output
+    return run_dir
+
+
+def test_one_command_trains_to_the_end(undisturbed: Path) -> None:
+    weights = load_file(undisturbed / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+    for name in ("config.yaml", "metrics.jsonl", "logs/feeder-0.log", "logs/drafters.log"):
+        assert (undisturbed / name).stat().st_size > 0
+
+
+def test_failed_killed_stopped_and_started_again_it_ends_with_the_same_weights(
+    run_file: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with started(run_file, run_dir, "train.drafters=2") as run:
+        run.wait_for_step(5)
+        os.kill(run.drafters()[1], signal.SIGKILL)
+        code, output = run.finish()
+    assert code == 128 + signal.SIGKILL
+    assert "dflash-mp: drafters failed (exit code 137)" in output
+
+    with started(run_file, run_dir, "train.drafters=2") as run:
+        run.wait_for_step(15)
+        run.process.kill()
+        eventually(lambda: marked_processes(run.mark) == [], "nothing outlives the killed supervisor")
+
+    saved = steps_of(run_dir)[-1]
+    with started(run_file, run_dir, "train.drafters=2") as run:
+        run.wait_for_step(25)
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish()
+    assert code == 128 + signal.SIGTERM, output
+    assert "stopped by SIGTERM\n" in output
+    assert steps_of(run_dir)[-1] == run.steps() > saved
+
+    with started(run_file, run_dir, "train.drafters=2") as run:
+        code, output = run.finish()
+    assert code == 0, output
+    assert final_weights(run_dir) == final_weights(undisturbed)
+
+
+def test_a_second_run_in_the_same_directory_is_refused(run_file: Path, tmp_path: Path) -> None:
+    with started(run_file, tmp_path / "run", "train.steps=100000") as run:
+        eventually((tmp_path / "run" / "logs" / "feeder-0.log").exists, "the feeder was started")
+        with started(run_file, tmp_path / "run", "feed.endpoints=['ipc:///tmp/unused.sock']") as second:
+            code, output = second.finish()
+        assert code == 1
+        assert f"another run (process {run.process.pid})" in output
+        assert run.process.poll() is None
+
+
+def test_what_a_drafter_cannot_do_is_the_exit_code_and_the_last_words_of_the_run(
+    run_file: Path, undisturbed: Path
+) -> None:
+    """Resuming with another drafter: refused by the drafter, so its message and code come through torchrun and supervisor."""
+    with started(run_file, undisturbed, f"train.steps={STEPS + 5}", "drafter.layers=2") as run:
+        code, output = run.finish()
+    assert code == 6, output
+    assert "drafters failed (exit code 6)" in output
+    assert "layers" in output.split("its last lines:")[1]
+    assert "Traceback" not in output
