@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from dflash_mp.config import RunConfig, TargetConfig
-from dflash_mp.data.store import PreparedDataset
-from dflash_mp.errors import ConfigError, DataError, DflashError, TargetError
+from dflash_mp.data.store import open_dataset
+from dflash_mp.errors import ConfigError, DflashError, TargetError
 from dflash_mp.stream.endpoints import check_available
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -52,7 +52,7 @@ class RunLock:
 def check(config: RunConfig) -> None:
     """Raise a `DflashError` for whatever keeps this run from starting."""
     check_target(config.target)
-    check_dataset(config)
+    open_dataset(config)
     check_endpoints(config)
 
 
@@ -63,16 +63,6 @@ def check_target(target: TargetConfig) -> None:
         return
     if target.path.endswith(".gguf") or not _HUB_ID.fullmatch(target.path) or path.parent.is_dir():
         raise TargetError(f"there is no target at {target.path}", "check target.path")
-
-
-def check_dataset(config: RunConfig) -> None:
-    """The prepared dataset must open and have the rows that the configuration speaks of."""
-    manifest = PreparedDataset.open(config.data.path).manifest
-    if manifest.row_tokens != config.data.row_tokens:
-        raise DataError(
-            f"{config.data.path} was prepared with rows of {manifest.row_tokens} tokens; data.row_tokens is {config.data.row_tokens}",
-            "run `dflash-mp prepare` again, or set data.row_tokens to what was prepared",
-        )
 
 
 def check_endpoints(config: RunConfig) -> None:

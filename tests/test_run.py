@@ -73,7 +73,7 @@ def test_a_run_that_can_start_passes_the_checks(run_file: Path) -> None:
     ("override", "words", "exit_code"),
     [
         ("data.path=/nowhere/data", "/nowhere/data does not exist", 3),
-        ("data.row_tokens=512", "prepared with rows of 256 tokens; data.row_tokens is 512", 3),
+        ("data.row_tokens=512", "has rows of 256 tokens, data.row_tokens is 512", 3),
         ("target.path=/nowhere/target", "no target at /nowhere/target", 4),
         ("target.path=model.gguf", "no target at model.gguf", 4),
         ("feed.endpoints=[ipc:///tmp/a, ipc:///tmp/a]", "ipc:///tmp/a twice", 2),

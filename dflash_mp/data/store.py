@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mp.config import RunConfig
 from dflash_mp.data.manifest import PROMPTS, Manifest, SplitCounts, read_manifest
 from dflash_mp.data.order import dataset_row
 from dflash_mp.data.row import RowKey, Split, TokenRow
@@ -117,6 +118,19 @@ class PreparedDataset:
             return np.load(self.path / name, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot map {self.path / name}: {error}", _AGAIN) from None
+
+
+def open_dataset(config: RunConfig) -> PreparedDataset:
+    """The run's dataset. Raises `DataError` if it isn't whole, holds no rows, or rows of another length than configured."""
+    dataset = PreparedDataset.open(config.data.path)
+    if dataset.manifest.row_tokens != config.data.row_tokens:
+        raise DataError(
+            f"{config.data.path} has rows of {dataset.manifest.row_tokens} tokens, data.row_tokens is {config.data.row_tokens}",
+            "run `dflash-mp prepare` again, or set data.row_tokens to what was prepared",
+        )
+    if not dataset.rows("train"):
+        raise DataError(f"{config.data.path} holds no rows to train on", "prepare more documents")
+    return dataset
 
 
 def file_name(split: Split, shard: int, array: str) -> str:

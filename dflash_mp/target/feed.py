@@ -19,7 +19,7 @@ from dflash_mp.config import RunConfig
 from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.encoding import tokenizer_fingerprint
 from dflash_mp.data.row import RowKey
-from dflash_mp.data.store import PreparedDataset
+from dflash_mp.data.store import PreparedDataset, open_dataset
 from dflash_mp.errors import ConfigError, DataError
 from dflash_mp.process import die_with_parent
 from dflash_mp.stream.endpoints import check_available
@@ -74,19 +74,6 @@ def feed(config: RunConfig, index: int) -> None:
         stop.serving()
         service.serve(row_maker(dataset, capture, plan), stop.event, config.feed.stats_seconds)
         log.info("stopped after %d rows", service.status().rows)
-
-
-def open_dataset(config: RunConfig) -> PreparedDataset:
-    """The run's dataset. Raises `DataError` if it isn't whole, holds no rows, or rows of another length than configured."""
-    dataset = PreparedDataset.open(config.data.path)
-    if dataset.manifest.row_tokens != config.data.row_tokens:
-        raise DataError(
-            f"{config.data.path} has rows of {dataset.manifest.row_tokens} tokens, data.row_tokens is {config.data.row_tokens}",
-            "run `dflash-mp prepare` again, or set data.row_tokens to what was prepared",
-        )
-    if not dataset.rows("train"):
-        raise DataError(f"{config.data.path} holds no rows to train on", "prepare more documents")
-    return dataset
 
 
 def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> StreamPlan:
