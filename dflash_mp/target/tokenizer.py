@@ -38,7 +38,10 @@ def load_tokenizer(config: TargetConfig) -> Any:
     source = locate(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source.load_arguments(config))
-    except LOADING_ERRORS as error:
+    except Exception as error:
+        # The tokenizers library raises a bare Exception for a vocabulary that makes no sense.
+        if not isinstance(error, LOADING_ERRORS) and type(error) is not Exception:
+            raise
         raise unloadable("tokenizer", source, config, error) from error
     if len(tokenizer) < 2:
         raise TargetError(
