@@ -84,7 +84,7 @@ class DataConfig(_Section):
 class FeedConfig(_Section):
     """The feeders: processes that run the target and serve rows."""
 
-    count: int = Field(1, ge=1, description="feeders that `run` starts when no endpoints are given")
+    count: int = Field(1, ge=1, description="feeders, when no endpoints are given; else one for each endpoint")
     endpoints: list[str] = Field(
         default_factory=list, description="ipc:// or tcp:// addresses, one per feeder; default: ipc, by run"
     )
@@ -138,7 +138,7 @@ class TrainConfig(_Section):
     )
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="share of steps spent warming up")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of steps spent decaying")
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, description="AdamW; on matrices, not on norms")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
     eps: float = Field(1e-8, gt=0, description="AdamW")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
@@ -162,11 +162,13 @@ class TrainConfig(_Section):
 class EvalConfig(_Section):
     """Speculative decoding with the trained drafter."""
 
-    prompts: list[str] = Field(default_factory=list, description="JSONL files of prompts; default: the held-out share")
+    prompts: list[str] = Field(
+        default_factory=list, description="files of prompts, and held_out for the held-out share; default: held_out"
+    )
     limit: int = Field(32, ge=1, description="prompts per data set")
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=1, description="longest answer")
     temperature: float = Field(0.0, ge=0, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="1: off")
     top_k: int = Field(0, ge=0, description="0: off")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
