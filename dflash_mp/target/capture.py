@@ -28,8 +28,8 @@ from dflash_mp.errors import TargetError
 from dflash_mp.target.families import Anatomy, keeps_state
 from dflash_mp.target.load import Target
 
-# Largest relative error of a token's vector: rounding in another order stays far below, a document seen by another far above.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# Largest `_error` that passes. SmolLM2 has 1e-6, 3e-4 and 2e-3 when sound; seen by the document before it or one layer off, 0.1 to 1.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 class Document(NamedTuple):
@@ -150,9 +150,8 @@ class Capture:
             )
             with torch.inference_mode():
                 self._forward(ids, positions, out)
-            seen.append(out[length:].float())
-        change = (seen[0] - seen[1]).norm(dim=1) / seen[0].norm(dim=1)
-        return bool(change.max() <= _TOLERANCE[self.target.embedding.dtype])
+            seen.append(out[length:])
+        return _error(seen[0], seen[1]) <= _TOLERANCE[self.target.embedding.dtype]
 
     def _tap(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         hidden = self.target.info.hidden_size
@@ -200,17 +199,16 @@ class Capture:
             )
 
     def _compare(self, got: torch.Tensor, want: torch.Tensor, what: str, document: int) -> None:
-        difference = got.float() - want.float()
-        relative = float((difference.norm(dim=1) / want.float().norm(dim=1).clamp_min(1e-12)).max())
-        tolerance = _TOLERANCE[self.target.embedding.dtype]
-        if relative <= tolerance:  # false for NaN
+        error, tolerance = _error(got, want), _TOLERANCE[self.target.embedding.dtype]
+        if error <= tolerance:  # false for NaN
             return
         remedy = "this family of models can't be used as a target by this version; use another one, or report it"
         if not bool(torch.isfinite(want).all()):
             remedy = "the model's own forward overflows: set target.dtype to bfloat16 or float32"
         raise TargetError(
             f"{self.target.info.name} failed its self-check: {what} of document {document} differs from the model's own forward "
-            f"by {relative:.2g} of a token's vector (largest difference {float(difference.abs().max()):.3g}; allowed {tolerance:g})",
+            f"by {error:.2g} of a token's vector (allowed {tolerance:g}; largest difference of a value "
+            f"{float((got.float() - want.float()).abs().max()):.3g})",
             remedy,
         )
 
@@ -218,7 +216,7 @@ class Capture:
         target, info = self.target, self.target.info
         with torch.inference_mode():
             self._compare(target.embedding[ids] * info.embedding_scale, states[0], "the embedding", document)
-            ours = nn.functional.linear(states[-1][-1:], target.head).float() * info.logit_scale
+            ours = nn.functional.linear(states[-1][-1:], target.head) * info.logit_scale
             if info.logit_softcap is not None:
                 ours = info.logit_softcap * torch.tanh(ours / info.logit_softcap)
             self._compare(ours, logits[-1:], "the head's logits", document)
@@ -229,6 +227,18 @@ def documents(document_ids: npt.NDArray[np.int32]) -> Iterator[Document]:
     starts = [0, *(np.flatnonzero(np.diff(document_ids)) + 1).tolist()]
     for start, stop in zip(starts, [*starts[1:], len(document_ids)], strict=True):
         yield Document(int(document_ids[start]), start, stop)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """How far the vectors of `got` [S, …] are from those of `want`, relative to their length.
+
+    In float32 the worst token's. In half precision, where a token near a tie may go to another expert, the mean over all tokens or,
+    if larger, over the first 32, which would see most of a leak.
+    """
+    relative = (got.float() - want.float()).norm(dim=1) / want.float().norm(dim=1).clamp_min(1e-12)
+    if want.dtype == torch.float32 and got.dtype == torch.float32:
+        return float(relative.max())
+    return max(float(relative.mean()), float(relative[:32].mean()))
 
 
 def _whole(target: Target) -> Anatomy:
