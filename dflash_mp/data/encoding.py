@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -44,11 +46,13 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
     It does not depend on the library versions or the file format that the tokenizer was loaded with.
     """
-    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=itemgetter(1)):
+        digest.update(b"%d %b\n" % (index, token.encode("utf-8", "surrogatepass")))
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    probe = tokenizer(_PROBE)["input_ids"]
-    facts = json.dumps([vocabulary, sorted(tokenizer.get_added_vocab().items()), special, probe], sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+    facts = [sorted(tokenizer.get_added_vocab().items()), special, tokenizer(_PROBE)["input_ids"]]
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
 
 
 class DocumentEncoder:
@@ -62,6 +66,7 @@ class DocumentEncoder:
             )
         self._tokenizer = tokenizer
         self._backend = _exact_backend(tokenizer)
+        self._lossless = _is_lossless(self._backend)
         self._finder = SpanFinder(ChatTemplate(tokenizer, thinking))
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         probe = tokenizer("a")["input_ids"]
@@ -69,12 +74,40 @@ class DocumentEncoder:
 
     def encode(self, documents: Sequence[Document]) -> list[EncodedDocument]:
         """The tokens of each document, in order."""
-        rendered = [self._render(document) for document in documents]
-        encodings = self._backend.encode_batch([r.text for r in rendered], add_special_tokens=False)
-        return [
-            self._plain(encoding) if document.messages is None else self._conversation(document, text, encoding)
-            for document, text, encoding in zip(documents, rendered, encodings, strict=True)
-        ]
+        return next(iter(self.encode_batches([documents])))[1] if documents else []
+
+    def encode_batches(
+        self, batches: Iterable[Sequence[Document]]
+    ) -> Iterator[tuple[Sequence[Document], list[EncodedDocument]]]:
+        """Each batch with the tokens of its documents. The next batch is read and rendered while one is tokenised."""
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
+            pending: tuple[Sequence[Document], list[Rendered], Future[list[Encoding]]] | None = None
+            for batch in batches:
+                rendered = [self._render(document) for document in batch]
+                encodings = thread.submit(self._tokenise, [text.text for text in rendered])
+                if pending:
+                    yield pending[0], self._mask(pending[0], pending[1], pending[2].result())
+                pending = batch, rendered, encodings
+            if pending:
+                yield pending[0], self._mask(pending[0], pending[1], pending[2].result())
+
+    def _tokenise(self, texts: list[str]) -> list[Encoding]:
+        return self._backend.encode_batch(texts, add_special_tokens=False)
+
+    def _mask(
+        self, documents: Sequence[Document], rendered: list[Rendered], encodings: list[Encoding]
+    ) -> list[EncodedDocument]:
+        encoded: list[EncodedDocument] = []
+        joined: list[int] = []
+        for number, (text, encoding) in enumerate(zip(rendered, encodings, strict=True)):
+            turns = [self._tokens(encoding, span, 0) for span in text.spans]
+            if None in turns:
+                joined.append(number)
+            plain = documents[number].messages is None
+            encoded.append(self._plain(encoding) if plain else _masked(encoding.ids, [turn for turn in turns if turn]))
+        for number, apart in zip(joined, self._encode_apart([rendered[n] for n in joined]), strict=True):
+            encoded[number] = self._check_apart(documents[number], apart, encodings[number])
+        return encoded
 
     def _render(self, document: Document) -> Rendered:
         if document.messages is None:
@@ -99,12 +132,6 @@ class DocumentEncoder:
         mask[:1] = 0
         return EncodedDocument(ids, mask)
 
-    def _conversation(self, document: Document, rendered: Rendered, encoding: Encoding) -> EncodedDocument:
-        whole = [self._tokens(encoding, span, 0) for span in rendered.spans]
-        if None not in whole:
-            return _masked(encoding.ids, [tokens for tokens in whole if tokens])
-        return self._in_parts(document, rendered, encoding)
-
     def _tokens(self, encoding: Encoding, span: Span, offset: int) -> tuple[int, int] | None:
         """First token and end-of-turn token of `span` in the encoding of the text from character `offset` on; None if not exact."""
         first = encoding.char_to_token(span.start - offset)
@@ -114,33 +141,35 @@ class DocumentEncoder:
         where = encoding.token_to_chars(first)
         return (first, last) if where is not None and where[0] == span.start - offset else None
 
-    def _in_parts(self, document: Document, rendered: Rendered, whole: Encoding) -> EncodedDocument:
-        """Tokenise the text anew, cut where each span starts."""
-        cuts = [0, *(span.start for span in rendered.spans), len(rendered.text)]
-        pieces = [rendered.text[a:b] for a, b in pairwise(cuts)]
-        ids: list[int] = []
-        turns = []
-        for number, encoding in enumerate(self._backend.encode_batch(pieces, add_special_tokens=False)):
-            if number:
-                span = rendered.spans[number - 1]
-                tokens = self._tokens(encoding, span, span.start)
-                if tokens is None:
-                    raise self._inexact(document, number)
-                turns.append((len(ids) + tokens[0], len(ids) + tokens[1]))
-            ids += encoding.ids
-        if self._text(ids) != self._text(whole.ids):
-            raise self._inexact(document, len(turns))
-        return _masked(ids, turns)
+    def _encode_apart(self, texts: list[Rendered]) -> Iterator[tuple[list[int], list[tuple[int, int] | None]]]:
+        """Ids and turns of each text when it is cut where a span starts."""
+        cuts = [[0, *(span.start for span in text.spans), len(text.text)] for text in texts]
+        pieces = [text.text[a:b] for text, places in zip(texts, cuts, strict=True) for a, b in pairwise(places)]
+        encodings = iter(self._tokenise(pieces))
+        for text in texts:
+            ids: list[int] = next(encodings).ids
+            turns: list[tuple[int, int] | None] = []
+            for span in text.spans:
+                encoding = next(encodings)
+                turn = self._tokens(encoding, span, span.start)
+                turns.append((turn[0] + len(ids), turn[1] + len(ids)) if turn else None)
+                ids += encoding.ids
+            yield ids, turns
+
+    def _check_apart(
+        self, document: Document, apart: tuple[list[int], list[tuple[int, int] | None]], whole: Encoding
+    ) -> EncodedDocument:
+        ids, turns = apart
+        exact = [turn for turn in turns if turn]
+        if len(exact) < len(turns) or not (self._lossless or self._text(ids) == self._text(whole.ids)):
+            raise DataError(
+                f"{document.place}: the tokenizer joins the beginning of an assistant's turn with what stands before it",
+                "remove the blanks or marks at the beginning of that answer",
+            )
+        return _masked(ids, exact)
 
     def _text(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
-
-    @staticmethod
-    def _inexact(document: Document, turn: int) -> DataError:
-        return DataError(
-            f"{document.place}: the tokenizer joins the beginning of assistant turn {turn} with what stands before it",
-            "remove the blanks or marks at the beginning of that answer",
-        )
 
 
 def _masked(ids: list[int], turns: list[tuple[int, int]]) -> EncodedDocument:
@@ -152,27 +181,19 @@ def _masked(ids: list[int], turns: list[tuple[int, int]]) -> EncodedDocument:
 
 
 def _exact_backend(tokenizer: Any) -> Tokenizer:
-    """A copy of the Rust tokenizer that cuts and pads nothing and whose offsets include the blanks that tokens begin with."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    for part in _nested(state):
-        if part.get("type") == "ByteLevel" and "trim_offsets" in part:
-            part["trim_offsets"] = False
-    backend = Tokenizer.from_str(json.dumps(state))
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+    """The Rust tokenizer, or a copy of it that cuts and pads nothing and whose offsets include the blanks that tokens begin with."""
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    trims = "trim_offsets=True" in repr(backend.post_processor)
+    if not trims and backend.truncation is None and backend.padding is None:
+        return backend
+    # A quotation mark inside a token is escaped, so this is a key and its value wherever it stands.
+    copy = Tokenizer.from_str(backend.to_str().replace('"trim_offsets":true', '"trim_offsets":false'))
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
-def _nested(value: Any) -> list[dict[str, Any]]:
-    """`value` and the objects in it that configure the tokenizer's stages."""
-    found = []
-    for key in ("pre_tokenizer", "post_processor", "decoder"):
-        pending = [value.get(key)]
-        while pending:
-            part = pending.pop()
-            if isinstance(part, dict):
-                found.append(part)
-                pending += part.values()
-            elif isinstance(part, list):
-                pending += part
-    return found
+def _is_lossless(backend: Tokenizer) -> bool:
+    """Whether the tokens of two parts of a text, put together, always stand for the whole text."""
+    pre_tokenizer = repr(backend.pre_tokenizer)
+    return backend.normalizer is None and "ByteLevel" in pre_tokenizer and "add_prefix_space=True" not in pre_tokenizer

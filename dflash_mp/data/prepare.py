@@ -88,8 +88,7 @@ class _Preparation:
         counts = SourceCounts(source.path)
         self._sources.append(counts)
         documents = (to_document(record, source.format) for record in read_source(source))
-        for batch in _batches(documents):
-            encoded = self._encoder.encode(batch)
+        for batch, encoded in self._encoder.encode_batches(_batches(documents)):
             for document, tokens in zip(batch, encoded, strict=True):
                 self._place(document, tokens, counts)
             advance(len(batch), sum(len(tokens.input_ids) for tokens in encoded))

@@ -241,7 +241,7 @@ class TestRefusals:
         template = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
         tokenizer = metaspace_tokenizer(template)
         assert _masked(tokenizer, _conversation("q", "a")) == ["a</s>"]
-        with pytest.raises(DataError, match="joins the beginning of assistant turn 1 with what stands before"):
+        with pytest.raises(DataError, match="joins the beginning of an assistant's turn with what stands before"):
             _masked(tokenizer, _conversation("q", "\n\na"))
 
     def test_half_a_surrogate_pair(self) -> None:
