@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 NO_DOCUMENT = -1  # the document of an unused block: no token's
+_TILE = 128  # rows and columns of a tile of the block-sparse mask
 _CONTEXT = -1  # the block of a context column: no block's
 
 
@@ -61,10 +62,14 @@ def visible(
 
 
 def flex_mask(layout: BlockLayout) -> BlockMask:
-    """The mask for `flex_attention`, shared by all heads. Static shapes: compiled once per (b, N, T)."""
+    """The mask for `flex_attention`, shared by all heads. Static shapes: compiled once per (b, N, T).
+
+    Which tiles hold something is found here, with a few eager operations, and not by `create_block_mask`: compiled for these
+    lengths it took minutes, and not compiled it would form the whole Q × (T+Q) matrix.
+    """
     documents, anchors, anchor_documents = layout.documents, layout.anchors, layout.anchor_documents
     tokens, size = documents.shape[1], layout.block_size
-    batch, queries = anchors.shape[0], anchors.shape[1] * size
+    queries = anchors.shape[1] * size
 
     def rule(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         in_context = column < tokens
@@ -78,11 +83,17 @@ def flex_mask(layout: BlockLayout) -> BlockMask:
             anchor_documents[b, block],
         )
 
-    build = _compiled(create_block_mask) if documents.is_cuda else create_block_mask
-    mask: BlockMask = build(
-        rule, B=batch, H=None, Q_LEN=queries, KV_LEN=tokens + queries, device=documents.device, BLOCK_SIZE=128
+    seen, whole = _tiles(rule, layout)
+    partial = seen & ~whole
+    return BlockMask.from_kv_blocks(
+        partial.sum(-1, dtype=torch.int32)[:, None],
+        _first(partial)[:, None],
+        whole.sum(-1, dtype=torch.int32)[:, None],
+        _first(whole)[:, None],
+        BLOCK_SIZE=_TILE,
+        mask_mod=rule,
+        seq_lengths=(queries, tokens + queries),
     )
-    return mask
 
 
 def dense_mask(layout: BlockLayout) -> torch.Tensor:
@@ -149,6 +160,25 @@ def _attend_blockwise(
     of_context = to_context.reshape(batch, kv, -1, tokens) @ context_value
     out = of_context.view(batch, kv, blocks, group * size, dim) + to_own @ own_value
     return out.view(batch, kv, blocks, group, size, dim).transpose(2, 3).reshape(batch, heads, queries, dim)
+
+
+def _tiles(rule: Any, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool [b, Q tiles, column tiles] twice: some pair of the tile is visible; every pair is."""
+    batch, blocks = layout.anchors.shape
+    size, device = layout.block_size, layout.anchors.device
+    queries = blocks * size
+    rows = torch.arange(batch, device=device)[:, None, None]
+    first_slot = torch.arange(0, queries, size, device=device)[None, :, None]
+    columns = torch.arange(layout.documents.shape[1] + queries, device=device)[None, None, :]
+    of_block = rule(rows, 0, first_slot, columns)  # the slots of a block see the same columns
+    of_block = F.pad(of_block, (0, -of_block.shape[2] % _TILE)).unflatten(2, (-1, _TILE)).sum(3)
+    of_query = F.pad(of_block.repeat_interleave(size, 1), (0, 0, 0, -queries % _TILE)).unflatten(1, (-1, _TILE))
+    return of_query.amax(2) > 0, of_query.amin(2) == _TILE
+
+
+def _first(chosen: torch.Tensor) -> torch.Tensor:
+    """Indices int32 along the last dimension, those of true entries first, in order."""
+    return torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
 
 
 def _context_visible(layout: BlockLayout) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Objective:
     head: torch.Tensor  # the target's, [V, H]; the same tensor when they are tied
     build_mask: MaskBuilder
     slot_weights: torch.Tensor  # float32 [B]
+    compiled: bool  # fuse what lies between the head's two products
 
     @staticmethod
     def of(
@@ -47,6 +48,7 @@ class Objective:
             embedding if tied else head.to(device, dtype),
             mask_builder(options, device),
             slot_weights(shape.block_size, options.loss_gamma, device),
+            compiles(options, device),
         )
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> BlockLoss:
@@ -62,7 +64,13 @@ class Objective:
             blocks.scored * self.slot_weights,
             logit_scale=self.shape.logit_scale,
             logit_softcap=self.shape.logit_softcap,
+            compiled=self.compiled,
         )
+
+
+def compiles(options: TrainConfig, device: torch.device) -> bool:
+    """Whether the drafter's layers and loss are compiled: as configured, else on CUDA only."""
+    return device.type == "cuda" if options.compile is None else options.compile
 
 
 def mask_builder(options: TrainConfig, device: torch.device) -> MaskBuilder:

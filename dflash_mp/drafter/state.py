@@ -18,7 +18,7 @@ from dflash_mp.drafter import checkpoint
 from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.checkpoint import Checkpoint
 from dflash_mp.drafter.model import DraftModel
-from dflash_mp.drafter.objective import Objective
+from dflash_mp.drafter.objective import Objective, compiles
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
@@ -54,7 +54,7 @@ def build_trainer(
     model.to(device=device, dtype=dtype)
     optimizer = MasterAdamW(model.named_parameters(), options)
     step = _restore(optimizer, shape, config, plan, world, resume)
-    if options.compile if options.compile is not None else device.type == "cuda":
+    if compiles(options, device):
         model.compile_layers()
     return Trainer(
         config=config,

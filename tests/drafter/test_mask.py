@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Batch, random_batch, small_shape, visible_of
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from dflash_mp.drafter.attention import attend, blockwise_mask, dense_mask, flex_mask
+from dflash_mp.drafter.attention import NO_DOCUMENT, BlockLayout, attend, blockwise_mask, dense_mask, flex_mask
 from dflash_mp.drafter.model import DraftModel
 
 random_shapes = given(
@@ -117,3 +117,24 @@ def test_other_rows_of_a_micro_batch_do_not_matter() -> None:
     for row in range(3):
         alone = model(*(part[row : row + 1] for part in inputs), type(mask)(mask.hidden[row : row + 1]))
         torch.testing.assert_close(alone[0], together[row], atol=1e-6, rtol=1e-6)
+
+
+def test_the_tiles_of_the_flex_mask_are_those_of_the_library() -> None:
+    """`create_block_mask` forms the whole matrix and looks at every tile of it; `flex_mask` must find the same."""
+    for seed, (tokens, blocks, size) in enumerate([(300, 40, 10), (256, 16, 16), (100, 3, 4), (512, 20, 8)]):
+        random = torch.Generator().manual_seed(seed)
+        documents = torch.randint(0, 4, (2, tokens), generator=random).sort(1).values.int()
+        anchors = torch.randint(0, tokens, (2, blocks), generator=random).sort(1).values.int()
+        of_anchors = documents.gather(1, anchors.long())
+        unused = (torch.rand(2, blocks, generator=random) < 0.2) | (of_anchors == 0)
+        layout = BlockLayout(documents, anchors, of_anchors.masked_fill(unused, NO_DOCUMENT), size)
+        ours, queries = flex_mask(layout), blocks * size
+        library = create_block_mask(ours.mask_mod, 2, None, queries, tokens + queries, device="cpu", BLOCK_SIZE=128)
+        for part in ("kv", "full_kv", "q", "full_q"):
+            assert torch.equal(listed_tiles(ours, part), listed_tiles(library, part)), (seed, part)
+
+
+def listed_tiles(mask: BlockMask, part: str) -> torch.Tensor:
+    count, index = getattr(mask, f"{part}_num_blocks"), getattr(mask, f"{part}_indices").long()
+    listed = torch.arange(index.shape[-1]) < count[..., None]
+    return torch.zeros(index.shape, dtype=torch.bool).scatter_(-1, index, listed)
