@@ -12,6 +12,7 @@ RUN=runs/quickstart
 
 stage "install" make_environment "[gguf]"
 export OMP_WAIT_POLICY=PASSIVE  # target and drafters share the cores
+[ -t 1 ] || export COLUMNS="${COLUMNS:-120}"  # tables in a log file
 stage "fetch target and text" dflash-mp demo demo
 stage "prepare" dflash-mp prepare -c "$CONFIG"
 stage "train" dflash-mp run -c "$CONFIG" "$@"
