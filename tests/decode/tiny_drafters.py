@@ -86,22 +86,32 @@ def greedy(model: Any, prompts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @cache
-def briefly_trained(family: str, steps: int = 50) -> DraftModel:
-    """A drafter of the predictable target, fitted to its own greedy texts so far that blocks of all lengths are accepted."""
-    model, seed = tiny_model(family, predictable=True), 0
-    shape = drafter_shape(model)
-    drafter = DraftModel(shape)
-    drafter.init_weights(seed)
-    generator = torch.Generator().manual_seed(seed)
-    texts = greedy(model, torch.randint(0, 32, (32, 6), generator=generator), 30)
+def briefly_trained(family: str) -> DraftModel:
+    """A drafter of the predictable target, fitted to its greedy texts so far that blocks of all lengths are accepted."""
+    model = tiny_model(family, predictable=True)
+    drafter = DraftModel(drafter_shape(model))
+    drafter.init_weights(0)
+    prompts = torch.randint(0, 32, (32, 6), generator=torch.Generator().manual_seed(0))
+    learn(drafter, model, greedy(model, prompts, 30), first=6, steps=50)
+    return drafter
+
+
+def learn(drafter: DraftModel, model: Any, texts: torch.Tensor, *, first: int, steps: int, rate: float = 3e-3) -> None:
+    """Fit `drafter` to `texts` [b, n], in each step to the blocks at one anchor, which starts at `first` and moves on.
+
+    Of a large vocabulary it learns to tell the texts' own tokens from some 1,000 others: enough for greedy decoding, and cheap.
+    """
+    shape = drafter.shape
     with torch.no_grad():
         states = model(input_ids=texts, output_hidden_states=True, use_cache=False).hidden_states
         features = torch.cat([states[i + 1] for i in shape.layer_ids], -1)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    others = torch.randperm(head.shape[0], generator=torch.Generator().manual_seed(0))[:1000]
+    known = torch.cat((texts.flatten(), others)).unique()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
     size, rows = shape.block_size, texts.shape[0]
     for step in range(steps):
-        anchor = 6 + step % (texts.shape[1] - size - 6)
+        anchor = first + step % (texts.shape[1] - size + 1 - first)
         ids = torch.full((rows, size), shape.mask_token_id)
         ids[:, 0] = texts[:, anchor]
         context, block = torch.arange(anchor), torch.arange(anchor, anchor + size)
@@ -110,14 +120,14 @@ def briefly_trained(family: str, steps: int = 50) -> DraftModel:
             embed(ids, embedding, shape.embedding_scale),
             context.expand(rows, -1),
             block.expand(rows, -1),
-            None,
+            None,  # all context precedes the one block of a row: nothing is hidden from it
         )
-        logits = drafter.compute_logits(hidden[:, 1:], head)
-        loss = F.cross_entropy(logits.flatten(0, 1), texts[:, anchor + 1 : anchor + size].flatten())
+        logits = drafter.compute_logits(hidden[:, 1:], head[known]).flatten(0, 1)
+        labels = torch.searchsorted(known, texts[:, anchor + 1 : anchor + size].flatten())
+        loss = F.cross_entropy(logits, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return drafter.eval().requires_grad_(False)
 
 
 @dataclass
