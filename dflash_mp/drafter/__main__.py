@@ -1,8 +1,8 @@
 """`torchrun --nproc-per-node N -m dflash_mp.drafter --config FILE`: one process per drafter GPU.
 
 A rank connects to the feeders, takes the target's embedding and head from them, resumes from the newest checkpoint of the run directory if
-there is one, and trains to the last step. SIGTERM or SIGINT: all ranks finish the step, save, and exit 0; a second signal ends the
-process at once. Exit codes are those of `dflash_mp.errors`.
+there is one, and trains to the last step. SIGTERM or SIGINT: all ranks finish the step, save, and exit 0; a second signal, or one
+before training begins, ends the process at once. Exit codes are those of `dflash_mp.errors`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def run(config: RunConfig) -> None:
             f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "
             + (f"resuming after step {trainer.step}" if trainer.step else "from the start")
         )
+        stop.training = True
         finished = train(trainer, client, report, state.save, stop.requested)
         compiled = trainer.compilations.after_warm_up
         if compiled:
@@ -82,10 +83,11 @@ def _client(config: RunConfig, world: World, resumed: StreamPlan | None) -> RowC
 
 
 class _StopRequest:
-    """Remembers the first SIGTERM or SIGINT; the second one ends the process."""
+    """Remembers the first SIGTERM or SIGINT while training. Before that there is nothing to save: it ends the process, as a second one does."""
 
     def __init__(self) -> None:
         self._requested = False
+        self.training = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -93,7 +95,7 @@ class _StopRequest:
         return self._requested
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._requested:
+        if self._requested or not self.training:
             os._exit(128 + number)
         self._requested = True
 
