@@ -27,6 +27,7 @@ from dflash_mp.decode.report import print_report
 from dflash_mp.decode.sampling import Sampling
 from dflash_mp.decode.speculative import ModelDrafter
 from dflash_mp.decode.verifier import Verifier
+from dflash_mp.drafter import checkpoint
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import ConfigError, DataError, DflashError
 from dflash_mp.target.load import Target, load_target
@@ -75,11 +76,12 @@ class Evaluation:
 
 
 def evaluate(config: RunConfig, drafter: Path | None, *, untrained: bool, console: Console) -> Evaluation:
-    """Evaluate `drafter` (default: the run's newest checkpoint, unless only the `untrained` one is asked for) as `config.eval` says.
+    """Evaluate `drafter`, by default the run's newest checkpoint, as `config.eval` says; `untrained`: and an untrained one.
 
-    Prints the tables. Raises `DflashError` before anything is decoded if drafters, prompts and target don't go together.
+    Without any checkpoint the untrained drafter is evaluated alone. Prints the tables. Raises `DflashError` before anything is decoded if drafters, prompts and target don't go together.
     """
-    loaded = [read_drafter(drafter or config.run_dir)] if drafter or not untrained else []
+    alone = untrained and drafter is None and checkpoint.find(config.run_dir) is None
+    loaded = [] if alone else [read_drafter(drafter or config.run_dir)]
     sets, manifest_thinking, template = _prompt_sets(config)
     target = load_target(eval_target(config))
     if template is not None and template != chat_template_fingerprint(target.tokenizer):
@@ -178,7 +180,8 @@ class _Runs:
         self._warm_up(fitting[0])
         plain: list[Answer] = []
         drafted: dict[str, list[Answer]] = {name: [] for name in self.drafters}
-        for number, tokens in enumerate(track(fitting, prompts.name, console=console, transient=True)):
+        shown = track(fitting, prompts.name, console=console, transient=True, disable=not console.is_terminal)
+        for number, tokens in enumerate(shown):
             plain.append(answer(self.verifier, tokens, None, self.options, number))
             for name, drafter in self.drafters.items():
                 drafted[name].append(answer(self.verifier, tokens, drafter, self.options, number))

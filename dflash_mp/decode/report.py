@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def print_report(evaluation: Evaluation, console: Console) -> None:
-    """One table of figures and one of acceptance for each set of prompts."""
+    """For each set of prompts a table of figures and one of acceptance. Fits 80 columns up to a block size of 16."""
     options = evaluation.options
     way = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
     console.print(
@@ -28,19 +29,23 @@ def print_report(evaluation: Evaluation, console: Console) -> None:
 
 
 def _figures_table(result: SetResult) -> Table:
-    table = Table(title=f"{result.name}: {result.plain.prompts} prompts", title_justify="left")
-    table.add_column("drafter")
-    for heading in ("tokens", "blocks", "τ", "τ per prompt", "tokens/s", "speed-up", "output = target's"):
-        table.add_column(heading, justify="right")
+    table = Table(
+        title=f"{result.name}: {result.plain.prompts} prompts",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("drafter", overflow="fold")
+    for heading in ("tokens", "τ", "τ/prompt", "tokens/s", "speed-up", "same output"):
+        table.add_column(heading, justify="right", no_wrap=True)
     plain = result.plain
-    table.add_row("none", str(plain.tokens), "", "", "", f"{plain.tokens_per_second:.1f}", "1.00×", "")
+    table.add_row("none", str(plain.tokens), "", "", f"{plain.tokens_per_second:.1f}", "1.00×", "")
     for drafter in result.drafters:
         found = drafter.figures
         same = "" if drafter.differing is None else f"{found.prompts - len(drafter.differing)} of {found.prompts}"
         table.add_row(
             drafter.name,
             str(found.tokens),
-            str(found.blocks),
             _number(found.tau),
             _number(found.tau_by_prompt),
             f"{found.tokens_per_second:.1f}",
@@ -68,7 +73,7 @@ def _acceptance_table(result: SetResult) -> Table:
 def _remarks(result: SetResult, dtype: str) -> list[str]:
     lines = []
     if result.left_out:
-        lines.append(f"{result.left_out} prompts left out: too long for the target's context")
+        lines.append(f"left out, too long for the target's context: {result.left_out}")
     for drafter in result.drafters:
         if drafter.differing:
             lines.append(_difference(drafter, dtype))
