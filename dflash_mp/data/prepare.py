@@ -9,6 +9,7 @@ go where it goes, and adding a source moves none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,12 @@ class _Preparation:
         self._writers = {split: SplitWriter(directory, split, data.row_tokens, self._shard_rows) for split in SPLITS}
         self._prompts = PromptWriter(directory)
         self._sources: list[SourceCounts] = []
+        self._directory_of_source = ""
 
     def take(self, source: SourceConfig, advance: Callable[[int, int], None]) -> None:
         """Place every document of `source`."""
-        counts = SourceCounts(source.path)
+        self._directory_of_source = "" if source.path.startswith(HUB_PREFIX) else f"{Path(source.path).parent}/"
+        counts = SourceCounts(str(Path(source.path)).removeprefix(self._directory_of_source))
         self._sources.append(counts)
         documents = (to_document(record, source.format) for record in read_source(source))
         for batch, encoded in self._encoder.encode_batches(_batches(documents)):
@@ -140,7 +143,7 @@ class _Preparation:
             self._writers[split].add(row)
         prompt = _prompt(document, kept) if split == "held_out" else None
         if prompt is not None:
-            self._prompts.add(prompt)
+            self._prompts.add(replace(prompt, source=prompt.source.removeprefix(self._directory_of_source)))
 
     def _reason(self, document: Document, tokens: EncodedDocument) -> str:
         if document.messages is not None and not any(m["role"] == "assistant" for m in document.messages):

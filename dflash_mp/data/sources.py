@@ -101,7 +101,7 @@ def _read_lines(path: Path) -> Iterator[Record]:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 (byte {error.start + 1} of the line)", "re-encode the file") from None
     except json.JSONDecodeError as error:

@@ -37,7 +37,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a held-out document asks: `messages` up to the last assistant turn, or the first part of a plain `text`."""
+    """What a held-out document asks: `messages` up to the last assistant turn, or the first part of a plain `text`.
+
+    `source` is the place of the document, as "file:line" without the file's directory.
+    """
 
     messages: list[dict[str, Any]] | None
     text: str | None
