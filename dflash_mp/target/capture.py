@@ -28,8 +28,9 @@ from dflash_mp.errors import TargetError
 from dflash_mp.target.families import Anatomy, keeps_state
 from dflash_mp.target.load import Target
 
-# Largest `_error` that passes. SmolLM2 has 1e-6, 3e-4 and 2e-3 when sound; seen by the document before it or one layer off, 0.1 to 1.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+# Largest `_error` that passes. Sound: SmolLM2 1e-6, 3e-4 and 2e-3, an untrained model of 36 layers 0.035 in bfloat16. Tapped one layer
+# off, or with a document that sees the one before it: 0.1 to 1.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class Document(NamedTuple):

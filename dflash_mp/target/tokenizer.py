@@ -99,4 +99,4 @@ def _known_to_transformers() -> frozenset[str]:
         mapping = importlib.import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
     except ImportError:
         return _BY_ARCHITECTURE
-    return frozenset(mapping.GGUF_PRE_TOKENIZER_SPLITS)
+    return frozenset(getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", _BY_ARCHITECTURE))

@@ -1,0 +1,44 @@
+"""Tapping a target on a CUDA device: bfloat16, into buffers on either side, the same bits each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from target_rows import packed_row
+
+from dflash_mp.bench.tiny import Family, write_tiny_target
+from dflash_mp.config import TargetConfig
+from dflash_mp.target.capture import Capture
+from dflash_mp.target.load import load_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "mistral"])
+def test_a_cuda_target_passes_its_self_check_and_fills_buffers_on_either_side(tmp_path: Path, family: Family) -> None:
+    write_tiny_target(tmp_path, family=family)
+    target = load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 2]))
+    assert (target.device.type, target.info.dtype) == ("cuda", "bfloat16")
+    row = packed_row([100, 1, 40, 60], padding=11)
+    capture = Capture(target)
+    assert capture.packed
+    capture.self_check(row)
+    near = torch.empty(212, 2 * 96, dtype=torch.bfloat16, device="cuda")
+    pinned = torch.empty(212, 2 * 96, dtype=torch.bfloat16).pin_memory()
+    capture.capture(row, near)
+    capture.capture(row, pinned)
+    assert torch.equal(near.cpu(), pinned)
+
+
+def test_the_checksum_does_not_depend_on_the_device(tmp_path: Path) -> None:
+    write_tiny_target(tmp_path)
+    infos = [
+        load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 2], dtype="bfloat16", device=device)).info
+        for device in ("cpu", "cuda")
+    ]
+    assert infos[0] == infos[1]
