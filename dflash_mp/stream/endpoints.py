@@ -49,7 +49,7 @@ def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool) -> st
     path = ipc_path(endpoint)
     if path is not None:
         _prepare_directory(path)
-        _remove_if_dead(path, endpoint)
+        _check_nobody_listens(path, endpoint)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
@@ -156,8 +156,8 @@ def _prepare_directory(path: Path) -> None:
         ) from None
 
 
-def _remove_if_dead(path: Path, endpoint: str) -> None:
-    """Remove a socket file that nobody listens on. libzmq would take it from a live feeder without a word."""
+def _check_nobody_listens(path: Path, endpoint: str) -> None:
+    """libzmq replaces a socket file, which is right if its feeder is dead, and would be theft if it lives."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -169,7 +169,6 @@ def _remove_if_dead(path: Path, endpoint: str) -> None:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
             return
         except OSError as error:
             raise StreamError(f"cannot tell who listens on {endpoint}: {error}", _TAKEN) from None

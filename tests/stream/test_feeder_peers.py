@@ -84,7 +84,7 @@ def test_no_slot_is_used_twice_at_a_time_and_all_come_back(data: st.DataObject) 
     numbers = iter(range(1, 10_000))
     making: Job | None = None
     unreleased: list[tuple[Peer, m.Row]] = []
-    for action in data.draw(st.lists(st.sampled_from("hgjfesrx"), max_size=60)):
+    for action in data.draw(st.lists(st.sampled_from("hgjfesrx"), min_size=20, max_size=60)):
         peer = alive[data.draw(st.sampled_from(sorted(alive)))] if alive else None
         if action == "h":
             number = data.draw(st.integers(0, 2))
