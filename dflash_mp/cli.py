@@ -252,7 +252,13 @@ def compare_races(as_json: bool) -> None:
 @compare.command("matrix")
 @click.argument("versions", nargs=-1, required=True)
 @click.option("--python", default=sys.executable, help="Interpreter to make the environments with.")
-@click.option("--environments", type=click.Path(path_type=Path, file_okay=False), default="race-matrix")
+@click.option(
+    "--environments",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="race-matrix",
+    show_default=True,
+    help="Directory that the environments are made in.",
+)
 def compare_matrix(versions: tuple[str, ...], python: str, environments: Path) -> None:
     """Make an environment for each PyTorch version and reproduce the races in it (3 to 6 GB each)."""
     from dflash_mp.threads.matrix import run_matrix
