@@ -52,7 +52,9 @@ def test_packed_documents_have_the_features_of_each_alone(directory: Path, famil
     # 60 tokens exceed the sliding window of 24 that gemma2 and mistral have.
     target = load(directory, family, attention=attention)
     row = packed_row([60, 1, 7, 40], padding=9)
-    got = features(target, row)
+    capture = Capture(target, keep_target=True)
+    assert capture.packed
+    got = features(target, row, capture)
     for _, start, stop in documents(row.document_ids):
         states = hidden_states(target, row, start, stop)
         want = torch.cat([states[layer + 1] for layer in TAPS], dim=1)
