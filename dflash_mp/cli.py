@@ -320,5 +320,17 @@ def bench_prepare(target: str | None, config_file: Path | None, rounds: int, meg
         click.echo(line)
 
 
+@bench.command("stream")
+@click.option("--row-mib", default=16.0, show_default=True, help="Size of a row in MiB.")
+@click.option("--rows", default=24, show_default=True, help="Rows of one measurement.")
+@click.option("--repeats", default=5, show_default=True, help="Measurements of each way; medians are compared.")
+def bench_stream(row_mib: float, rows: int, repeats: int) -> None:
+    """Rows from a feeder to a drafter, against raw sockets and plain copies."""
+    from dflash_mp.bench.stream import bench_stream as measure
+
+    for line in measure(row_mib, rows, repeats).lines():
+        click.echo(line)
+
+
 if __name__ == "__main__":
     main()
