@@ -148,3 +148,19 @@ def test_what_a_drafter_cannot_do_is_the_exit_code_and_the_last_words_of_the_run
     assert "drafters failed (exit code 6)" in output
     assert "layers" in output.split("its last lines:")[1]
     assert "Traceback" not in output
+
+
+def test_a_drafter_that_waits_for_a_feeder_stops_at_once(run_file: Path, tmp_path: Path) -> None:
+    options = [f"run_dir={tmp_path / 'run'}", "stream.connect_seconds=600"]
+    command = [sys.executable, "-m", "dflash_mp.drafter", "-c", str(run_file)]
+    with (tmp_path / "log").open("wb") as log:
+        drafter = subprocess.Popen(
+            [*command, *(word for option in options for word in ("--set", option))], stdout=log, stderr=log
+        )
+    try:
+        eventually(lambda: "waiting for a feeder" in (tmp_path / "log").read_text(), "it says what it waits for")
+        drafter.terminate()
+        assert drafter.wait(SECONDS) == 128 + signal.SIGTERM
+    finally:
+        drafter.kill()
+        drafter.wait()
