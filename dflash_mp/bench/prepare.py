@@ -1,6 +1,6 @@
 """`dflash-mp bench prepare`: how close `prepare` comes to the speed of the tokenizer alone.
 
-Both work on the same text in the same process, in turn: the tokenizer on a list of texts rendered beforehand, in batches and on all
+Both work on the same text in the same process, alternating: the tokenizer on a list of texts rendered beforehand, in batches and on all
 cores (what `prepare` can't beat), and `prepare` from the source files to the finished dataset. The median of the ratios is what counts.
 """
 
@@ -12,7 +12,7 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,7 @@ def bench_prepare(
         data = data.model_copy(update={"path": Path(directory) / "prepared"})
         texts = [text for source in data.sources for text in _rendered(source, tokenizer)]
         tokens = _tokenize(texts, tokenizer)
-        pairs = [
-            (_timed(lambda: _tokenize(texts, tokenizer)), _timed(lambda: _prepare(data, tokenizer)))
-            for _ in range(rounds)
-        ]
+        pairs = [_pair(data, texts, tokenizer, tokenizer_first=number % 2 == 0) for number in range(rounds)]
     return PrepareSpeed(len(texts), tokens, [tokens / p for _, p in pairs], [tokens / t for t, _ in pairs])
 
 
@@ -76,11 +73,20 @@ def _tokenize(texts: list[str], tokenizer: Any) -> int:
     return sum(len(ids) for batch in batches for ids in tokenizer(batch, add_special_tokens=False)["input_ids"])
 
 
+def _pair(data: DataConfig, texts: list[str], tokenizer: Any, tokenizer_first: bool) -> tuple[float, float]:
+    """Seconds of the tokenizer alone and of `prepare`."""
+    if tokenizer_first:
+        alone = _timed(lambda: _tokenize(texts, tokenizer))
+        return alone, _timed(lambda: _prepare(data, tokenizer))
+    prepared = _timed(lambda: _prepare(data, tokenizer))
+    return _timed(lambda: _tokenize(texts, tokenizer)), prepared
+
+
 def _prepare(data: DataConfig, tokenizer: Any) -> None:
     prepare(data, tokenizer, seed=0, force=True)
 
 
-def _timed(work: Any) -> float:
+def _timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
