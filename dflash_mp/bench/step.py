@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -122,7 +123,7 @@ def bench_step(case: StepCase, device: torch.device, *, repeats: int = 10, optim
     first = timed(lambda: step(0), device)
     step(1)
     matmul = _matmul_rate(device, dtype)
-    seconds = statistics.median(timed(lambda n=n: step(n), device) for n in range(repeats))
+    seconds = statistics.median(timed(partial(step, n), device) for n in range(repeats))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     updating = _optimizer_seconds(model, step, device) if optimizer else 0.0
     return StepResult(case, first, seconds, updating, case.operations() / seconds, matmul, peak, error)
@@ -187,7 +188,7 @@ def make_batch(case: StepCase, device: torch.device, dtype: torch.dtype, seed: i
     return MicroBatch(features, positions, documents, blocks.to(device), case.rows * case.row_tokens)
 
 
-def timed(work: Callable[[], None], device: torch.device) -> float:
+def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of `work`, the device idle before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
