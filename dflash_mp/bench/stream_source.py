@@ -61,8 +61,10 @@ def main(directory: Path, tokens: int, hidden: int) -> None:
         FeederService(endpoint, plan, synthetic_weights(plan), run=RUN)
         for endpoint in (f"ipc://{directory}/feeder.sock", "tcp://127.0.0.1:0")
     ]
-    for service in services:
-        threading.Thread(target=service.serve, args=(compute, threading.Event(), 1e9), daemon=True).start()
+    stop = threading.Event()
+    serving = [threading.Thread(target=service.serve, args=(compute, stop, 1e9)) for service in services]
+    for thread in serving:
+        thread.start()
     unix, tcp = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
     unix.bind(f"{directory}/raw.sock")
     unix.listen()
@@ -79,6 +81,9 @@ def main(directory: Path, tokens: int, hidden: int) -> None:
                 write(number, buffers[number % _BUFFERS])
         seconds = time.perf_counter() - start
         print(json.dumps({"seconds": seconds, "cpu": cpu_seconds()}), flush=True)
+    stop.set()
+    for thread in serving:
+        thread.join()
 
 
 def cpu_seconds() -> float:
