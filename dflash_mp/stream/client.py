@@ -214,7 +214,7 @@ class RowClient:
 
     def _await_feeder(self) -> None:
         start = time.monotonic()
-        deadline, reminder = start + self._stream.connect_seconds, start + _REMIND_SECONDS
+        deadline, reminder = start + self._stream.connect_seconds, start + _REMIND_SECONDS / 5
         settled: float | None = None
         with self._io.changed:
             while True:

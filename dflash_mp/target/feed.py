@@ -39,13 +39,13 @@ def feed(config: RunConfig, index: int) -> None:
     die_with_parent()
     endpoint, config = _placed(config, index)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s feeder {index} | %(message)s", datefmt="%H:%M:%S")
-    stop = _StopRequest()
     if config.feed.insecure_no_auth:
         log.warning("feed.insecure_no_auth is set: whoever can reach %s can take rows and weights", endpoint)
     check_available(endpoint, config.feed.insecure_no_auth)
     if config.feed.threads:
         torch.set_num_threads(config.feed.threads)
     dataset = open_dataset(config)
+    stop = _StopRequest()
     target = load_target(config.target)
     plan = make_plan(config, dataset, target)
     capture = Capture(target)
