@@ -74,6 +74,8 @@ class ClientIo:
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=2 * _BYE_SECONDS + 1)
+        else:
+            self._context.destroy(linger=0)
         if not self._thread.is_alive():
             self._wakeup.close()
 
@@ -207,6 +209,12 @@ class ClientIo:
             why = m.reason(f"the plans differ (wanted = here, its own = there): {'; '.join(differences)}")
             self._refused(link, m.Refused("plan", why, "start all feeders with the same configuration"))
             return
+        for other in self.live():
+            if other.welcome is not None and other.welcome.session == welcome.session:
+                raise StreamError(
+                    f"{self._who}: {other.endpoint} and {link.endpoint} lead to the same feeder",
+                    "name each feeder once in feed.endpoints",
+                )
         row_bytes = RowLayout.of(welcome.plan).nbytes
         if welcome.row_bytes != row_bytes or welcome.lane not in hello.lanes:
             raise ProtocolError(f"WELCOME offers {welcome.row_bytes} bytes by {welcome.lane}; {row_bytes} are due")

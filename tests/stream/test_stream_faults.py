@@ -215,6 +215,13 @@ def test_a_wrong_feeder_that_joins_later_is_not_used(tmp_path: Path) -> None:
             assert client.stats.rows_by_feeder[ipc(tmp_path, "b")] == 0
 
 
+def test_a_feeder_named_twice_is_found_out(tmp_path: Path) -> None:
+    with feeders(FeederProcess(ipc(tmp_path))) as (feeder,):
+        twice = [feeder.endpoint, f"ipc://{tmp_path}/./feeder.sock"]
+        with client_of(twice) as client, pytest.raises(StreamError, match="lead to the same feeder"):
+            client.connect()
+
+
 def test_no_feeder_at_all_is_a_bounded_wait(tmp_path: Path) -> None:
     with client_of([ipc(tmp_path)], connect_seconds=0.5) as client, pytest.raises(StreamError) as caught:
         client.connect()
