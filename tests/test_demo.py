@@ -59,7 +59,10 @@ def test_text_becomes_prompts_and_responses_and_parts_that_are_there_are_kept(tm
     assert any("kept" in line for line in said)
     pairs = records(demo / "codeio.jsonl")
     assert len(pairs) == 2
-    assert pairs[0]["prompt"].startswith("Add two numbers.\n\nWrite a Python function")
+    assert pairs[0]["prompt"] == (
+        "Write a Python function `main_solution` for this task:\n\nAdd two numbers.\n\n"
+        "Start with:\n```python\ndef main_solution(a, b):\n    return a + b\n```"
+    )
     assert pairs[0]["response"] == "```python\ndef main_solution(a, b):\n    return a + b\n```"
     assert records(demo / "humaneval-prompts.jsonl") == [
         {
