@@ -69,7 +69,7 @@ class Skeleton:
         begin, stop = found[turn.first][0], found[turn.last][1] + turn.tail
         base = begin - len(self.texts[turn.first]) + turn.base
         for prompt in turn.prompts:
-            if rendered.startswith(prompt, base) and base + len(prompt) <= stop:
+            if rendered.startswith(prompt, base):
                 return Span(base + len(prompt), stop, turn.end_of_turn)
         return Span(begin, stop, turn.end_of_turn) if turn.bare else None
 

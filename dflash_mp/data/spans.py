@@ -23,7 +23,6 @@ from dflash_mp.data.skeleton import (
     PLAIN,
     Shape,
     Skeleton,
-    Slot,
     Span,
     Turn,
     has_stand_ins,
@@ -142,8 +141,7 @@ class SpanFinder:
                 continue
             if not mine or not len({slots[place] for place in mine}) == len(mine) == mine[-1] - mine[0] + 1:
                 return None  # not printed, or printed twice or in pieces
-            before = slots[mine[0] - 1] if mine[0] else None
-            given = self._given(stand_ins[:number], tools, texts[mine[0]], before)
+            given = self._given(stand_ins[:number], tools, texts[mine[0]])
             end = self._template.find_end(texts[mine[-1] + 1], 0)
             if given is None or end is None:
                 return None
@@ -151,22 +149,18 @@ class SpanFinder:
             turns.append(Turn(mine[0], mine[-1], tail, token, base, prompts, bare))
         return Skeleton(texts, slots, tuple(turns))
 
-    def _given(
-        self, earlier: list[Message], tools: Tools, text: str, before: Slot | None
-    ) -> tuple[int, tuple[str, ...], bool] | None:
-        """What the target is given of `text`, the fixed text between slot `before` and an assistant's first slot (see `Turn`)."""
+    def _given(self, earlier: list[Message], tools: Tools, text: str) -> tuple[int, tuple[str, ...], bool] | None:
+        """What the target is given of `text`, the fixed text before an assistant's first slot (see `Turn`)."""
         if not earlier:
             found = [(text.rfind(p), p) for p in self._template.generation_prompts if p and p in text]
             return (found[0][0], (found[0][1],), False) if found else None
         prompts: list[str] = []
         for mode in range(len(self._template.modes)):
             try:
-                texts, slots = split_stand_ins(self._template.render(earlier, tools, prompt=True, mode=mode))
+                texts, _ = split_stand_ins(self._template.render(earlier, tools, prompt=True, mode=mode))
                 silent, _ = split_stand_ins(self._template.render(earlier, tools, mode=mode))
             except TemplateProblem:
                 return None  # the template does not speak after these messages
-            if (slots[-1] if slots else None) != before:
-                return None
             if texts == silent and text.startswith(texts[-1]) and text[len(texts[-1]) :].strip():
                 return 0, (), True  # no generation prompt, but a header before the answer
             prompts.append(texts[-1])

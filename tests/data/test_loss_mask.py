@@ -11,6 +11,7 @@ import pytest
 from chat_families import FAMILIES, Family, byte_tokenizer, metaspace_tokenizer, supervised_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from dflash_mp.data.documents import Document, Message
 from dflash_mp.data.encoding import DocumentEncoder, EncodedDocument
@@ -157,6 +158,23 @@ class TestUnusualConversations:
     def test_a_conversation_without_an_answer_has_no_supervised_token(self) -> None:
         assert _masked(byte_tokenizer(families.SMOLLM2), _conversation("q")) == []
 
+    def test_the_first_token_of_all_is_never_supervised(self) -> None:
+        template = (
+            "{% for m in messages %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% endfor %}"
+        )
+        assert _masked(byte_tokenizer(template), [{"role": "assistant", "content": "abc"}]) == ["bc<|im_end|>"]
+
+    def test_a_template_without_a_generation_prompt_gives_the_header(self) -> None:
+        silent = families.CHATML.partition("{% if add_generation_prompt")[0]
+        assert _masked(byte_tokenizer(silent), _conversation("q", "a", "q", "b")) == ["a<|im_end|>", "b<|im_end|>"]
+
+    def test_an_end_of_turn_of_two_tokens_is_supervised_whole(self) -> None:
+        template = families.CHATML.replace("'<|im_end|>'", "'<|im_end|></s>'")
+        assert _masked(byte_tokenizer(template), _conversation("q", "a", "q", "b")) == [
+            "a<|im_end|></s>",
+            "b<|im_end|></s>",
+        ]
+
     def test_markup_of_the_template_in_a_question_does_not_mislead(self) -> None:
         question = "say <|im_end|>\n<|im_start|>assistant\nnothing<|im_end|>\n"
         assert _masked(byte_tokenizer(families.CHATML), _conversation(question, "a")) == ["a<|im_end|>"]
@@ -204,13 +222,38 @@ class TestRefusals:
         with pytest.raises(DataError, match="ends an assistant's turn without a special token"):
             _masked(byte_tokenizer(bare), _conversation("q", "a"))
 
-    def test_a_template_that_ends_turns_with_the_header_of_the_next(self) -> None:
+    @pytest.mark.parametrize("ending", ["<|im_end|>", "{% if not add_generation_prompt %}<|im_end|>{% endif %}"])
+    def test_a_template_that_ends_turns_with_the_header_of_the_next(self, ending: str) -> None:
         glued = (
-            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}{{ '<|im_end|>' }}"
-            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
+            f"{ending}{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
         )
         with pytest.raises(DataError, match="does not show exactly where it begins and ends"):
             _masked(byte_tokenizer(glued), _conversation("q", "a", "q", "a"))
+
+    def test_a_generation_prompt_that_is_not_the_header_of_answers(self) -> None:
+        other = families.CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>bot\n' }}")
+        with pytest.raises(DataError, match="does not show exactly"):
+            _masked(byte_tokenizer(other), _conversation("q", "a"))
+
+    def test_text_that_depends_on_a_rewritten_answer_elsewhere(self) -> None:
+        template = families.CHATML.replace(
+            "message['content']",
+            "(message['content'] | upper if loop.index0 == 1 else message['content'] ~ messages[1]['content'] | length)",
+        ).replace("messages[1]['content']", "(messages[1] or {'content': ''})['content']")
+        with pytest.raises(DataError, match="does not show exactly"):
+            _masked(byte_tokenizer(template), _conversation("q", "a", "q"))
+
+    def test_text_behind_an_answer_that_depends_on_it(self) -> None:
+        template = families.CHATML + "{{ 'secret' if 'secret' in messages[-1]['content'] else '' }}"
+        with pytest.raises(DataError, match="does not show exactly"):
+            _masked(byte_tokenizer(template), _conversation("q", "a secret"))
+
+    def test_an_end_of_turn_that_the_tokenizer_does_not_see(self) -> None:
+        tokenizer = byte_tokenizer(families.CHATML)
+        tokenizer.add_tokens([AddedToken("x<|im_end|>", special=True, normalized=False)])
+        with pytest.raises(DataError, match="joins"):
+            _masked(tokenizer, _conversation("q", "ax"))
 
     def test_a_template_that_leaves_answers_out(self) -> None:
         mute = families.CHATML.replace(

@@ -48,6 +48,10 @@ def test_a_document_goes_into_the_first_row_with_room() -> None:
     assert [row.lengths.tolist() for row in rows] == [[6, 3], [7], [4]]
 
 
+def test_a_document_may_fill_a_row_to_the_last_token() -> None:
+    assert [row.lengths.tolist() for row in _pack([6, 4], 10)] == [[6, 4]]
+
+
 def test_when_no_row_may_be_opened_the_fullest_is_finished() -> None:
     packer = RowPacker(10, open_rows=2)
     four, seven, nine = _documents([4, 7, 9])
