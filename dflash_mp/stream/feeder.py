@@ -213,5 +213,5 @@ class _Meter:
         )
 
     def _read(self) -> tuple[float, float, float, float, float]:
-        waits = self._peers.waits
-        return time.monotonic(), self._peers.rows, waits.computing, waits.idle, waits.blocked
+        spent = self._peers.time_spent()
+        return time.monotonic(), self._peers.rows, spent.computing, spent.idle, spent.blocked

@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import ProtocolError
@@ -82,7 +83,7 @@ class Job:
 
 
 @dataclass
-class Waits:
+class TimeSpent:
     """Seconds of the compute thread since the start, by what it did."""
 
     computing: float = 0.0
@@ -94,7 +95,6 @@ class Peers:
     """The peers of a feeder whose rows have `row_bytes` bytes."""
 
     def __init__(self, pool: SlotPool, row_bytes: int, held_out_rows: int) -> None:
-        self.waits = Waits()
         self.busy: tuple[RowKey, float] | None = None  # the row in the making, and since when
         self.rows = 0
         self._pool = pool
@@ -104,6 +104,9 @@ class Peers:
         self._peers: dict[bytes, Peer] = {}
         self._turns: deque[Peer] = deque()  # the peer served longest ago first
         self._changed = threading.Condition()
+        self._spent = TimeSpent()
+        self._doing: Literal["computing", "idle", "blocked"] = "idle"
+        self._since = time.monotonic()
 
     # -- I/O thread ---------------------------------------------------------------------------------------------------------------
 
@@ -196,6 +199,12 @@ class Peers:
         with self._changed:
             return sum(len(peer.waiting) for peer in self._peers.values())
 
+    def time_spent(self) -> TimeSpent:
+        """Up to now, what is under way included."""
+        with self._changed:
+            self._now(self._doing)
+            return replace(self._spent)
+
     def next_outgoing(self, peer: Peer, weights: WeightsServer) -> tuple[Message, memoryview | None] | None:
         """What to send to the peer next. Call `sent` when it has been sent; until then it stays what is next."""
         with self._changed:
@@ -227,22 +236,16 @@ class Peers:
 
     def next_job(self, seconds: float) -> Job | None:
         """The next row to make, of the peer whose turn it is; None after `seconds` without one."""
-        before = time.monotonic()
-        deadline, blocked = before + seconds, False
+        deadline = time.monotonic() + seconds
         with self._changed:
             while True:
                 job, wanted = self._take_turn()
-                now = time.monotonic()
-                if blocked:
-                    self.waits.blocked += now - before
-                else:
-                    self.waits.idle += now - before
+                self._now("computing" if job is not None else "blocked" if wanted else "idle")
                 if job is not None:
-                    self.busy = job.key, now
-                if job is not None or now >= deadline:
+                    self.busy = job.key, self._since
+                if job is not None or self._since >= deadline:
                     return job
-                before, blocked = now, wanted
-                self._changed.wait(deadline - now)
+                self._changed.wait(deadline - self._since)
 
     def finish(self, job: Job, checksum: int) -> None:
         """The row is in its slot: send it."""
@@ -281,9 +284,14 @@ class Peers:
         return None, wanted
 
     def _idle_again(self) -> None:
-        if self.busy is not None:
-            self.waits.computing += time.monotonic() - self.busy[1]
+        self._now("idle")
         self.busy = None
+
+    def _now(self, doing: Literal["computing", "idle", "blocked"]) -> None:
+        """Book the time since the last call on what was done, and begin `doing`."""
+        now = time.monotonic()
+        setattr(self._spent, self._doing, getattr(self._spent, self._doing) + now - self._since)
+        self._doing, self._since = doing, now
 
     def _remove(self, peer: Peer) -> None:
         if self._peers.pop(peer.identity, None) is None:
