@@ -102,7 +102,11 @@ def run_compare(
         SCALES[scale], out / "run", drafters=drafters, devices=devices, seconds=seconds, vary=vary, **limits
     )
     results = compare(
-        work, list(modes) or list(MODES), out, limits=Limits(), say=lambda text: console.print(text, markup=False)
+        work,
+        list(modes) or list(MODES),
+        out,
+        limits=Limits(quiet=15.0 if scale == "quick" else 25.0),
+        say=lambda text: console.print(text, markup=False),
     )
     figures, title = report.all_figures(results), report.heading(work)
     console.print(report.table(figures, title))

@@ -184,7 +184,9 @@ class Worker:
     def last_words(self) -> str:
         """How it ended, and the end of what it wrote."""
         text = (self.directory / "output.txt").read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
-        return f"exit code {self._process.returncode}: {text}"
+        code = self._process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return f"{how}\n{text}"
 
 
 @contextlib.contextmanager

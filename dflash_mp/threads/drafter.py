@@ -115,8 +115,10 @@ def rows_of(work: Work) -> Iterator[RowKey]:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Before any drafter starts: let the autograd thread of the device compile what comes."""
+    """Before any drafter starts: let the autograd thread of the device compile what comes, and finish what building has begun."""
     on_autograd_thread(device, settle_dynamo)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def prepare_thread(device: torch.device) -> None:

@@ -88,4 +88,4 @@ def _environment(version: str, python: str, environment: Path) -> Path:
 
 
 def _short(outcome: str) -> str:
-    return outcome.replace("|", "/")[:60] or "–"
+    return outcome.partition(":")[0].replace("|", "/") or "–"

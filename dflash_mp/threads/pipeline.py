@@ -8,6 +8,7 @@ is left behind: the caller must end the process then (`os._exit`). The same func
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _TICK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process with one or more drafter threads did. Memory in bytes; `gpu_memory` is that in use on the devices, by anyone."""
+    """What a process with one or more drafter threads did. Memory in bytes, the most it ever had; `gpu_memory` is that in use on the devices, by anyone."""
 
     seconds: float  # from the common start (after the first passes) to the end of the last drafter, or to the hang
     forward_graphs: int
@@ -81,7 +82,7 @@ def run_threads(
             all_graphs=counters["stats"]["unique_graphs"] - graphs,
             hung=hung,
             stacks=stacks(lambda name: name in hung or name.startswith("autograd")) if hung else {},
-            memory=_resident(),
+            memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             **_gpu(work, numbers),
         )
         if hung:
@@ -167,12 +168,6 @@ class _Crew:
         except BaseException as error:
             self._failed.append(error)
             self._warm.release()
-
-
-def _resident() -> int:
-    """The largest resident size that this process had."""
-    with open("/proc/self/status", encoding="utf-8") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 
 def _gpu(work: Work, numbers: Sequence[int]) -> dict[str, int]:

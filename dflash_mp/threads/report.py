@@ -144,7 +144,7 @@ def notes(figures: Sequence[Figures]) -> list[str]:
     lines = []
     for f in figures:
         parts = [f"losses: {f.losses}", *(f"{count} × {kind}" for kind, count in sorted(f.errors.items()))]
-        lines.append(f"{f.mode}: " + "; ".join(parts) + (f"; {f.failure}" if f.failure else ""))
+        lines.append(f"{f.mode}: " + "; ".join(parts) + (f"; {f.failure.splitlines()[0]}" if f.failure else ""))
     return lines
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from dflash_mp.process import children_of
 
@@ -26,7 +27,7 @@ class HangWatch:
 
     def __init__(self, quiet_seconds: float) -> None:
         self._quiet = quiet_seconds
-        self._since, self._used = time.monotonic(), processor_seconds(os.getpid())
+        self._since, self._used = time.monotonic(), processor_seconds()
 
     def hung(self, last_event: float) -> bool:
         """Whether nothing has happened, and nothing was computed, for `quiet_seconds`."""
@@ -35,26 +36,27 @@ class HangWatch:
             self._restart(now)
         if now - self._since < self._quiet:
             return False
-        idle = processor_seconds(os.getpid()) - self._used < _IDLE_SHARE * (now - self._since)
+        idle = processor_seconds() - self._used < _IDLE_SHARE * (now - self._since)
         self._restart(now)
         return idle
 
     def _restart(self, now: float) -> None:
-        self._since, self._used = now, processor_seconds(os.getpid())
+        self._since, self._used = now, processor_seconds()
 
 
-def processor_seconds(pid: int) -> float:
-    """User and system time of a process and of its living descendants."""
-    total = 0.0
-    for one in (pid, *children_of(pid)):
-        try:
-            with open(f"/proc/{one}/stat", encoding="utf-8", errors="replace") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
-            continue
-        total += (int(fields[11]) + int(fields[12])) / _TICKS
-        if one != pid:
-            total += processor_seconds(one) - (int(fields[11]) + int(fields[12])) / _TICKS
+def processor_seconds() -> float:
+    """User and system time of this process and of its living descendants."""
+    total, parents = time.process_time(), [os.getpid()]
+    while parents:
+        for child in children_of(parents.pop()):
+            parents.append(child)
+            try:
+                fields = (
+                    Path(f"/proc/{child}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                )
+            except OSError:  # it ended meanwhile
+                continue
+            total += (int(fields[11]) + int(fields[12])) / _TICKS
     return total
 
 

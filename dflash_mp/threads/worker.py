@@ -1,7 +1,7 @@
 """`python -m dflash_mp.threads.worker`: one process of a comparison, with one or more drafters as threads.
 
 It prepares, writes "ready" to its standard output, and begins when a line comes on its standard input. Its outcome goes to `outcome.json` in its
-directory, beside the drafters' logs. SIGUSR1 writes the stacks of all threads to `stacks.txt`, even when none of them can run Python. Exit
+directory, beside the drafters' logs. SIGUSR1, and a crash, write the stacks of all threads to `stacks.txt`, whatever they do. Exit
 code 0 whatever the drafters met, hangs included; another one when they could not begin.
 """
 
@@ -35,6 +35,7 @@ def main(work_file: Path, directory: Path, guard: str, numbers: tuple[int, ...],
     die_with_parent()
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "stacks.txt").open("w", encoding="utf-8") as dump:
+        faulthandler.enable(dump, all_threads=True)
         faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
         try:
             work = Work.from_json(work_file.read_text(encoding="utf-8"))
