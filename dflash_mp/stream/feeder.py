@@ -194,8 +194,8 @@ class _Meter:
 
     def read(self, malformed: int) -> FeederStatus:
         last, self._last = self._last, self._read()
-        when, rows, computing, idle, blocked = (now - before for now, before in zip(self._last, last, strict=True))
-        seconds = max(when, 1e-9)
+        rows, computing, idle, blocked = (now - before for now, before in zip(self._last, last, strict=True))
+        seconds = max(computing + idle + blocked, 1e-9)
         rate = rows / seconds
         return FeederStatus(
             seconds=seconds,
@@ -212,6 +212,6 @@ class _Meter:
             ),
         )
 
-    def _read(self) -> tuple[float, float, float, float, float]:
+    def _read(self) -> tuple[float, float, float, float]:
         spent = self._peers.time_spent()
-        return time.monotonic(), self._peers.rows, spent.computing, spent.idle, spent.blocked
+        return self._peers.rows, spent.computing, spent.idle, spent.blocked
