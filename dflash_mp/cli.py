@@ -320,6 +320,18 @@ def bench_prepare(target: str | None, config_file: Path | None, rounds: int, meg
         click.echo(line)
 
 
+@bench.command("step")
+@click.option("--case", "cases", multiple=True, help="Drafter and rows; may be repeated. An unknown one lists all.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--repeats", default=10, show_default=True, help="Measured passes; the median counts.")
+def bench_step(cases: tuple[str, ...], device: str, repeats: int) -> None:
+    """The trainer's forward and backward pass, against the device's matrix rate."""
+    from dflash_mp.bench.step import bench_cases as measure
+
+    for result in measure(cases or ("smollm2",), device, repeats):
+        click.echo(result.line())
+
+
 @bench.command("stream")
 @click.option("--row-mib", default=16.0, show_default=True, help="Size of a row in MiB.")
 @click.option("--rows", default=24, show_default=True, help="Rows of one measurement.")

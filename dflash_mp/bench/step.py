@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +23,8 @@ from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.objective import Objective
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.errors import ConfigError
 from dflash_mp.stream.layout import RowTensors
-
-_SLOTS_PER_DOCUMENT = 2
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,29 @@ class StepResult:
     peak_memory: int
     gradient_error: float  # worst relative error of a gradient against float64, at the small shape
 
-    @property
-    def share(self) -> float:
-        return self.rate / self.matmul_rate
+    def line(self) -> str:
+        peak = f", peak {self.peak_memory / 2**30:.1f} GiB" if self.peak_memory else ""
+        return (
+            f"{self.case.name}: {self.seconds * 1e3:.1f} ms, {self.rate / 1e12:.2f} TFLOP/s = "
+            f"{self.rate / self.matmul_rate:.0%} of a plain matrix product's {self.matmul_rate / 1e12:.2f}; "
+            f"first pass {self.first_seconds:.1f} s{peak}; optimizer {self.optimizer_seconds * 1e3:.1f} ms; "
+            f"worst gradient error against float64 at a small shape {self.gradient_error:.1e}"
+        )
 
 
-def bench_step(case: StepCase, device: torch.device, *, repeats: int = 10, optimizer: bool = True) -> StepResult:
+def bench_cases(names: Iterable[str], device: str, repeats: int) -> Iterator[StepResult]:
+    """Measure the named cases one after the other. Raises `ConfigError` for an unknown one, before any is measured."""
+    names = list(names)
+    for name in names:
+        if name not in CASES:
+            raise ConfigError(f"there is no case {name!r}", f"one of {', '.join(CASES)}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in names:
+        yield bench_step(CASES[name], torch.device(device), repeats=repeats)
+
+
+def bench_step(case: StepCase, device: torch.device, *, repeats: int) -> StepResult:
     """Measure one case on `device` (bf16 on CUDA, fp32 on a CPU)."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     error = gradient_error(CASES["tiny"], device, dtype)
@@ -125,7 +141,7 @@ def bench_step(case: StepCase, device: torch.device, *, repeats: int = 10, optim
     matmul = _matmul_rate(device, dtype)
     seconds = statistics.median(timed(partial(step, n), device) for n in range(repeats))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    updating = _optimizer_seconds(model, step, device) if optimizer else 0.0
+    updating = _optimizer_seconds(model, step, device)
     return StepResult(case, first, seconds, updating, case.operations() / seconds, matmul, peak, error)
 
 

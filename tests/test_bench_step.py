@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_mp.bench.step import CASES, bench_cases, gradient_error
+from dflash_mp.drafter import loss
+from dflash_mp.errors import ConfigError
+
+
+def test_the_work_counted_is_the_published_count() -> None:
+    assert CASES["8b-a"].operations() == pytest.approx(69.4e12, rel=1e-3)
+    assert CASES["8b-b"].operations() == pytest.approx(69.0e12, rel=1e-3)
+
+
+def test_the_gradients_are_those_of_the_float64_twin_and_a_wrong_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert gradient_error(CASES["tiny"], cpu, torch.float32) < 1e-5
+    right = loss._cross_entropy
+
+    def doubled(logits: torch.Tensor, *more: object) -> object:
+        total, hits, slope, factor = right(logits, *more)
+        return total, hits, slope, factor * 2
+
+    calls = iter([doubled, right])  # the measured pass first, then its twin
+    monkeypatch.setattr(loss, "_cross_entropy", lambda *arguments: next(calls)(*arguments))
+    assert gradient_error(CASES["tiny"], cpu, torch.float32) > 0.5
+
+
+def test_a_case_is_measured_and_an_unknown_one_is_refused_first() -> None:
+    (result,) = bench_cases(["tiny"], "cpu", repeats=2)
+    assert 0 < result.rate < result.matmul_rate * 2
+    assert "tiny: " in result.line()
+    with pytest.raises(ConfigError, match=r"no case 'huge'"):
+        list(bench_cases(["tiny", "huge"], "cpu", repeats=2))
