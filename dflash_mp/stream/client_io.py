@@ -210,7 +210,7 @@ class ClientIo:
             self._refused(link, m.Refused("plan", why, "start all feeders with the same configuration"))
             return
         for other in self.live():
-            if other.welcome is not None and other.welcome.session == welcome.session:
+            if other.welcome is not None and other.welcome.feeder == welcome.feeder:
                 raise StreamError(
                     f"{self._who}: {other.endpoint} and {link.endpoint} lead to the same feeder",
                     "name each feeder once in feed.endpoints",

@@ -51,7 +51,7 @@ class FeederIo:
         self.broken: BaseException | None = None
         self._run, self._plan, self._row_bytes = run, plan, row_bytes
         self._peers, self._weights, self._silent_seconds = peers, weights, silent_seconds
-        self._session = secrets.token_hex(8)
+        self._token = secrets.token_hex(8)
         self._wakeup = Wakeup()
         self._leaving: m.Bye | None = None
         self._context = zmq.Context(io_threads=1)
@@ -195,7 +195,7 @@ class FeederIo:
             if old.identity != identity and old.hello.incarnation != hello.incarnation:
                 self._send(old.identity, m.Refused("replaced", f"another process has connected as {hello.peer}"))
         self.notes.append(f"{hello.peer} of {hello.world} connected, lane {INBAND}")
-        welcome = m.Welcome(m.VERSION, self._session, self._plan, INBAND, self._row_bytes, OUTSTANDING)
+        welcome = m.Welcome(m.VERSION, self._token, self._plan, INBAND, self._row_bytes, OUTSTANDING)
         self._send(identity, welcome)
 
     def _pong(self, peer: Peer, ping: m.Ping) -> None:

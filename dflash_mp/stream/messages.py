@@ -74,7 +74,7 @@ class Welcome:
     """Feeder: what it serves, and how. `outstanding` rows may be asked for at once."""
 
     version: Count
-    session: Name  # random: names this feeder process
+    feeder: Name  # random: names this feeder process
     plan: StreamPlan
     lane: Name
     row_bytes: Annotated[int, between(1, 1 << 40)]
