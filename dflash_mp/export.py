@@ -82,6 +82,7 @@ def write_export(
         temporary.mkdir()
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (temporary / WEIGHTS_FILE).chmod((temporary / "config.json").stat().st_mode)  # safetensors keeps it from others
         (temporary / "README.md").write_text(model_card(shape, origin, out.absolute().name), encoding="utf-8")
         check_export(temporary, tensors, shape)
         for path in [*temporary.iterdir(), temporary]:

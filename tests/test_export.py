@@ -128,6 +128,11 @@ def test_the_config_says_what_each_loader_looks_for(tmp_path: Path) -> None:
         assert file.get_tensor("fc.weight").dtype == torch.bfloat16
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    write_export(weights_of(a_shape()), a_shape(), ORIGIN, tmp_path / "drafter")
+    assert len({path.stat().st_mode for path in (tmp_path / "drafter").iterdir()}) == 1
+
+
 def test_names_and_shapes_are_those_of_published_drafters(tmp_path: Path) -> None:
     shape = a_shape(layers=5)
     write_export(weights_of(shape), shape, ORIGIN, tmp_path / "drafter")
