@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -43,13 +44,14 @@ def _spoken(family: Family, contents: tuple[str, ...]) -> list[str]:
     return [family.spoken(answer, n == len(answers) - 1) for n, answer in enumerate(answers)]
 
 
+_MARKUP = re.compile("|".join(map(re.escape, families.SPECIAL)))
 texts = st.one_of(
     st.text(max_size=12),
     st.text(alphabet=" \n\tab<>é🙂日", max_size=8),
     st.sampled_from(
         ["", " ", "\n", "\n\n", "  the answer\n\n", "user\n", "<|im_end", "x <b>", "assistant\n", "\n  the"]
     ),
-)
+).filter(lambda text: not _MARKUP.search(text))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -236,11 +238,11 @@ class TestRefusals:
         with pytest.raises(DataError, match="does not show exactly"):
             _masked(byte_tokenizer(other), _conversation("q", "a"))
 
-    def test_text_that_depends_on_a_rewritten_answer_elsewhere(self) -> None:
+    def test_text_elsewhere_that_depends_on_a_rewritten_answer(self) -> None:
         template = families.CHATML.replace(
             "message['content']",
-            "(message['content'] | upper if loop.index0 == 1 else message['content'] ~ messages[1]['content'] | length)",
-        ).replace("messages[1]['content']", "(messages[1] or {'content': ''})['content']")
+            "(message['content'] | upper ~ (messages[1]['content'] | length if loop.index0 == 2 else ''))",
+        )
         with pytest.raises(DataError, match="does not show exactly"):
             _masked(byte_tokenizer(template), _conversation("q", "a", "q"))
 
