@@ -79,9 +79,14 @@ def test_a_given_shape_is_the_only_one_tried() -> None:
 def test_blanks_around_a_text_do_not_make_another_document() -> None:
     assert Document("x", text=" t\n").identity() == Document("y", text="t").identity()
     assert Document("x", text="t").identity() != Document("x", text="u").identity()
-    assert (
-        Document("x", messages=[QUESTION, ANSWER]).identity() != Document("x", messages=[ANSWER, QUESTION]).identity()
-    )
+    talk = Document("x", messages=[QUESTION, ANSWER])
+    assert talk.identity() == Document("x", messages=[QUESTION, {**ANSWER, "content": "a\n"}]).identity()
+    for other in (
+        [ANSWER, QUESTION],
+        [QUESTION, {**ANSWER, "content": "b"}],
+        [QUESTION, {**ANSWER, "tool_calls": [1]}],
+    ):
+        assert talk.identity() != Document("x", messages=other).identity()
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,12 @@ def test_parquet_of_several_row_groups(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_read_by_name_at_all_levels(tmp_path: Path) -> None:
-    for name, record in (("b.jsonl", 2), ("a/z.jsonl", 0), ("a0.jsonl", 1), (".hidden/x.jsonl", 4), ("notes.txt", 4)):
+    names = ["a/y.jsonl", "a/z.jsonl", "a0.jsonl", "b.jsonl", "c/a/a.jsonl", "d.jsonl"]
+    for name in (*names[3:], names[1], names[0], names[2], ".hidden/x.jsonl", "notes.txt"):
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(_lines([RECORDS[record]]))
-    assert _read(tmp_path) == RECORDS[:3]
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(_lines([{"text": name}]))
+    assert _read(tmp_path) == [{"text": name} for name in names]
 
 
 def test_a_limit_takes_the_first_records(jsonl: Path) -> None:
