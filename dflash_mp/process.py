@@ -16,6 +16,7 @@ from pathlib import Path
 from dflash_mp.errors import DflashError
 
 MARK = "DFLASH_MP_SUPERVISOR"
+LEADER = "DFLASH_MP_TORCHRUN"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
 
@@ -24,18 +25,18 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies. Does nothing when neither a supervisor nor torchrun started it.
 
     The kernel watches the parent's *thread* that started this process: start children from a thread that lives as long as they may.
-    When the supervisor is already gone this process is killed at once. Under a bare torchrun nothing tells that it died before this
-    call; such a worker fails at the rendezvous, whose store went with torchrun.
+    When the supervisor or `dflash_mp.torchrun` is already gone this process is killed at once. Under a bare torchrun nothing tells that it
+    died before this call; such a worker fails at the rendezvous, whose store went with torchrun.
     """
-    mark = os.environ.get(MARK)
-    if mark is None and _TORCHRUN not in os.environ:
+    marks = [os.environ[name] for name in (MARK, LEADER) if name in os.environ]
+    if not marks and _TORCHRUN not in os.environ:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise DflashError(
             f"the kernel refused PR_SET_PDEATHSIG: {os.strerror(ctypes.get_errno())}",
             "run on Linux, without a filter on the system call prctl",
         )
-    if mark is not None and not _lives(mark):
+    if not all(_lives(mark) for mark in marks):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

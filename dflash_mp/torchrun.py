@@ -1,6 +1,8 @@
 """`python -m dflash_mp.torchrun …`: torchrun, with the same arguments, that ends with the exit code of the first process that failed.
 
-Plain torchrun ends with 1 whatever happened and prints a page of its own traceback after the error that matters.
+Plain torchrun ends with 1 whatever happened and prints a page of its own traceback after the error that matters; killed, it leaves a directory
+of empty logs behind, and a worker that was still starting. Here such a worker ends itself (`dflash_mp.process`), and logs go where
+`--log-dir` says or nowhere.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from dflash_mp.process import die_with_parent
+from dflash_mp.process import LEADER, die_with_parent, mark_of
 
 
 def main(arguments: list[str]) -> int:
@@ -21,8 +23,9 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # torchrun's own default, without its banner; a rank sets its threads itself
+    os.environ[LEADER] = mark_of(os.getpid())
     try:
-        torchrun(arguments)
+        torchrun(["--log-dir", os.devnull, *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"torchrun: rank {rank} was the first to fail, with exit code {failure.exitcode}", file=sys.stderr)

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from process_trees import eventually
 
-from dflash_mp.process import MARK, children_of, mark_of, marked_processes
+from dflash_mp.process import LEADER, MARK, children_of, mark_of, marked_processes
 
 _TIED = "from dflash_mp.process import die_with_parent; die_with_parent(); print('lives')"
 
@@ -25,11 +26,12 @@ def test_a_process_of_a_living_supervisor_runs() -> None:
     assert _run_tied({MARK: mark_of(os.getpid())}).stdout == "lives\n"
 
 
-def test_a_process_whose_supervisor_is_gone_ends_itself() -> None:
+@pytest.mark.parametrize("parent", [MARK, LEADER])
+def test_a_process_whose_supervisor_or_torchrun_is_gone_ends_itself(parent: str) -> None:
     gone = subprocess.Popen(["true"])
     mark = mark_of(gone.pid)
     gone.wait()
-    done = _run_tied({MARK: mark})
+    done = _run_tied({parent: mark})
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
