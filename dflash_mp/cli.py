@@ -102,6 +102,17 @@ def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
 
 
 @main.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--name", help="Make only this pair; default: feeder and drafter.")
+def keygen(directory: Path, name: str | None) -> None:
+    """Make key pairs in DIR, for stream.keys: feeders and drafters on different hosts."""
+    from dflash_mp.stream.keys import keygen as make
+
+    for file in make(directory) if name is None else make(directory, [name]):
+        click.echo(f"{file}: {'stays on this host' if file.suffix == '.secret' else 'to be copied to the others'}")
+
+
+@main.command()
 @_config_options
 @click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
 def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
