@@ -183,4 +183,4 @@ def test_both_clients_decode_alike_with_the_drafter_given(embedded: Target) -> N
         embedded.info.eos_token_ids,
         int(os.environ.get("DFLASH_MP_TRAINED_TOKENS", "32")),
     )
-    assert max(lengths) >= 3
+    assert max(lengths) > 1
