@@ -2,8 +2,8 @@
 
 `plan` says what would be started; `run` checks (`dflash_mp.preflight`), takes the run directory for itself, starts the feeders and one
 torchrun group, shows what they do, and ends when the drafters are done. Each part writes to `RUN/logs/`; the resolved configuration lies in
-`RUN/config.yaml`. How it fails and stops is `dflash_mp.supervisor`'s promise: the first failure's exit code, 128 + signal
-after Ctrl-C or SIGTERM (the drafters save a checkpoint first), and never a process left behind.
+`RUN/config.yaml`. How it fails and stops is `dflash_mp.supervisor`'s promise: after Ctrl-C or SIGTERM the drafters save a checkpoint and
+`run` returns; it raises with the first failure's exit code, or with 128 + signal when a stop could not save; and never a process is left behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 
@@ -20,16 +21,22 @@ from dflash_mp import __version__
 from dflash_mp.config import LoadedConfig, describe_config
 from dflash_mp.preflight import RunLock, check
 from dflash_mp.run_view import open_view
+from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.supervisor import Part, supervise
 
 
 def run(loaded: LoadedConfig, overrides: tuple[str, ...]) -> None:
-    """Run to the end of the training. Raises `DflashError`: a check's, `PartFailed` or `Stopped`."""
+    """Run to the end of the training or to an orderly stop. Raises `DflashError`: a check's, `PartFailed` or `Stopped`."""
     config = loaded.config
     check(config)
     with RunLock(config.run_dir), open_view(config.run_dir, config.train.steps) as view:
         _write_config(loaded)
-        supervise(plan(loaded, overrides), view, _environment())
+        try:
+            number = supervise(plan(loaded, overrides), view, environment())
+        finally:
+            remove_if_empty(config)
+    if number is not None:
+        print(f"stopped by {number.name} after step {_last_step(config.run_dir)}; the same command goes on from there")
 
 
 def plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> list[Part]:
@@ -64,10 +71,16 @@ def describe_plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> Iterator[
         yield f"  {shlex.join(part.command)}"
 
 
-def _environment() -> dict[str, str]:
-    """Processes that share cores must sleep in barriers, not spin; the rest keeps collectives on this machine and logs prompt."""
+def environment() -> dict[str, str]:
+    """That of the parts. Processes that share cores must sleep in barriers, not spin; the rest keeps collectives on this machine and logs prompt."""
     defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
     return {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def _last_step(run_dir: Path) -> int:
+    from dflash_mp.drafter.checkpoint import steps_of  # imports torch, which nothing else here needs
+
+    return max(steps_of(run_dir), default=0)
 
 
 def _write_config(loaded: LoadedConfig) -> None:

@@ -1,8 +1,9 @@
 """Run several processes as one: they start together, end together, and the first failure is the failure of all.
 
 A part either *works* (the run is over when all working parts are done) or *serves* (it runs until it is told to stop; ending earlier is a
-failure). `supervise` returns when the work is done; it raises `PartFailed` with the first failure's exit code and last log lines,
-or `Stopped` (exit code 128 + signal) after Ctrl-C, SIGTERM or SIGHUP. A first signal asks the working parts to stop, then the
+failure). `supervise` returns when the work is done, or was stopped in order by Ctrl-C, SIGTERM or SIGHUP: every working part then ended with 0,
+which says that it saved what it had. It raises `PartFailed` with the first failure's exit code and last log lines, or `Stopped`
+(exit code 128 + signal) when the stop lost something. A first signal asks the working parts to stop, then the
 serving ones, and waits a bounded time for each; a second signal does not wait. However it ends, no process of the run is
 left: whatever still carries the run's mark is killed, in any session. When the supervisor itself is killed, the kernel kills
 its children (`dflash_mp.child`). Polling costs a few system calls per tenth of a second.
@@ -60,7 +61,7 @@ class PartFailed(DflashError):
 
 
 class Stopped(DflashError):
-    """The run was stopped by a signal before its end."""
+    """A signal ended the run, and the working parts could not save what they had done last."""
 
     def __init__(self, what: str, remedy: str, signal_number: int) -> None:
         super().__init__(what, remedy)
@@ -119,10 +120,10 @@ def supervise(
     watch: Callable[[Sequence[Running]], None] = lambda running: None,
     environment: Mapping[str, str] | None = None,
     patience: Patience = Patience(),
-) -> None:
+) -> signal.Signals | None:
     """Run `parts` to their common end, calling `watch` about ten times a second. Call it from the main thread.
 
-    Raises `PartFailed`, `Stopped`, or `DflashError` when a process survives SIGKILL.
+    Returns the signal after an orderly stop, None when the work was done before one came. Raises `PartFailed`, `Stopped`, or `DflashError` when a process survives SIGKILL.
     """
     mark = mark_of(os.getpid())
     child_environment = {**(os.environ if environment is None else environment), MARK: mark}
@@ -139,8 +140,12 @@ def supervise(
             _kill_all(mark, running)
     if failed is not None:
         raise _failure(failed, ended or 1)
-    if received:
-        raise _stopped(running, received[0], on_time)
+    if not received:
+        return None
+    number = signal.Signals(received[0])
+    if not on_time or any(one.exit_code != 0 for one in running if not one.part.serves):
+        raise _stopped(running, number)
+    return number
 
 
 def _until_over(
@@ -208,15 +213,14 @@ def _failure(failed: Running, code: int) -> PartFailed:
     )
 
 
-def _stopped(running: Sequence[Running], number: int, on_time: bool) -> DflashError:
-    """What to raise after signal `number`: `Stopped`, or `PartFailed` when a part failed while it stopped."""
-    asked = (0, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+def _stopped(running: Sequence[Running], number: signal.Signals) -> DflashError:
+    """What to raise after `number` lost something: `Stopped`, or `PartFailed` when a part failed while it stopped."""
+    asked = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
     for one in running:
         if not one.part.serves and one.exit_code not in asked:
             return _failure(one, one.exit_code or 1)
-    orderly = on_time and all(one.exit_code == 0 for one in running if not one.part.serves)
     return Stopped(
-        f"stopped by {signal.Signals(number).name}" + ("" if orderly else ", without a checkpoint of the last steps"),
+        f"stopped by {number.name}, without a checkpoint of the last steps",
         "the same command resumes from the last checkpoint",
         number,
     )

@@ -28,7 +28,8 @@ from dflash_mp.supervisor import Part, Patience, supervise
 given = json.loads(sys.argv[1])
 parts = [Part(**{**part, "log": Path(part["log"]), "command": tuple(part["command"])}) for part in given["parts"]]
 try:
-    supervise(parts, patience=Patience(**given["patience"]))
+    if number := supervise(parts, patience=Patience(**given["patience"])):
+        print("stopped in order by", number.name)
 except DflashError as error:
     print(error)
     sys.exit(error.exit_code)

@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {*_BASE, "data", "target"},
     "preflight": {*_BASE, "data", "stream"},
     "run_view": {*_BASE, "supervisor"},
-    "run": {*_BASE, "preflight", "run_view", "supervisor"},
-    "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "supervisor"},
+    "run": {*_BASE, "stream", "preflight", "run_view", "supervisor"},
+    "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "run_view", "supervisor"},
     "threads": {*_BASE, "data", "stream", "target", "drafter"},
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))

@@ -1,8 +1,9 @@
 """`torchrun --nproc-per-node N -m dflash_mp.drafter --config FILE`: one process per drafter GPU.
 
 A rank connects to the feeders, takes the target's embedding and head from them, resumes from the newest checkpoint of the run directory if
-there is one, and trains to the last step. SIGTERM or SIGINT: all ranks finish the step, save, and exit 0; a second signal, or one
-before training begins, ends the process at once. Exit codes are those of `dflash_mp.errors`.
+there is one, and trains to the last step. SIGTERM or SIGINT: all ranks finish the step, save, and exit 0. A rank that waits for a row which
+doesn't come cannot finish the step: seconds later it ends with 128 + signal, takes the others with it, and the last checkpoint stands.
+A second signal, or one before training begins, ends the process at once. Other exit codes are those of `dflash_mp.errors`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +24,7 @@ from dflash_mp.drafter.trainer import train
 from dflash_mp.drafter.world import World, join, leave
 from dflash_mp.errors import DflashError
 from dflash_mp.process import die_with_parent
-from dflash_mp.stream.client import RowClient
+from dflash_mp.stream.client import RowClient, StopRequest
 from dflash_mp.stream.plan import StreamPlan
 
 
@@ -46,13 +48,13 @@ def main(config_file: Path, overrides: tuple[str, ...]) -> None:
 
 def run(config: RunConfig) -> None:
     """Join the ranks, connect, train, leave. Raises `DflashError`."""
-    stop = _StopRequest()
+    stop = _Signals()
     world = join(config)
     found = checkpoint.find(config.run_dir) if world.rank == 0 else None
     resumed_plan = state.plan_of(checkpoint.read_state(found), found) if found is not None else None
     with (
         Reporter(config.run_dir, enabled=world.rank == 0) as report,
-        _client(config, world, resumed_plan) as client,
+        _client(config, world, resumed_plan, stop) as client,
     ):
         plan = client.connect()
         weights = client.fetch_weights()
@@ -63,7 +65,7 @@ def run(config: RunConfig) -> None:
             + (f"resuming after step {trainer.step}" if trainer.step else "from the start")
         )
         stop.training = True
-        finished = train(trainer, client, report, state.save, stop.requested)
+        finished = train(trainer, client, report, state.save, lambda: stop.requested is not None)
         compiled = trainer.compilations.after_warm_up
         if compiled:
             report.say(f"warning: {compiled} graphs were compiled after warm-up; shapes should not have changed")
@@ -71,7 +73,7 @@ def run(config: RunConfig) -> None:
     leave(world)
 
 
-def _client(config: RunConfig, world: World, resumed: StreamPlan | None) -> RowClient:
+def _client(config: RunConfig, world: World, resumed: StreamPlan | None, stop: _Signals) -> RowClient:
     return RowClient.of(
         config,
         world.rank,
@@ -79,25 +81,23 @@ def _client(config: RunConfig, world: World, resumed: StreamPlan | None) -> RowC
         plan=resumed,
         held=config.train.micro_batch_rows,
         pin=world.device.type == "cuda",
+        stop=lambda: stop.requested,
     )
 
 
-class _StopRequest:
+class _Signals:
     """Remembers the first SIGTERM or SIGINT while training. Before that there is nothing to save: it ends the process, as a second one does."""
 
     def __init__(self) -> None:
-        self._requested = False
+        self.requested: StopRequest | None = None
         self.training = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def requested(self) -> bool:
-        return self._requested
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._requested or not self.training:
+        if self.requested is not None or not self.training:
             os._exit(128 + number)
-        self._requested = True
+        self.requested = StopRequest(signal.Signals(number), time.monotonic())
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -35,9 +36,29 @@ log = logging.getLogger(__name__)
 _REMIND_SECONDS = 15.0
 _SETTLE_SECONDS = 1.0  # how long other feeders may take to answer once one has
 
+_HANG_UPS = 3  # in a handshake, before the reason is looked for
+# After a request to stop, a row may still come for so long, and the step be finished and saved:
+_STOP_SECONDS = 20.0  # from a feeder that lives
+_STOP_ALONE_SECONDS = 3.0  # when none does
 
 @dataclass(frozen=True)
 class ClientStats:
+@dataclass(frozen=True)
+class StopRequest:
+    """That this process was asked to stop, by which signal, and when (monotonic)."""
+
+    number: signal.Signals
+    at: float
+
+
+class StoppedWaiting(StreamError):
+    """The process was asked to stop while it waited for a row, and the row did not come soon. `exit_code`: 128 + signal."""
+
+    def __init__(self, what: str, remedy: str, number: signal.Signals) -> None:
+        super().__init__(what, remedy)
+        self.exit_code = 128 + number
+
+
     """Totals since the connection. `seconds_waited` was spent in `take`; `reasked` counts rows that had to be asked for again."""
 
     rows: int
@@ -91,6 +112,7 @@ class RowClient:
         pin: bool = False,
         insecure_no_auth: bool = False,
     ) -> None:
+        stop: Callable[[], StopRequest | None] = lambda: None,
         """`plan` is that of the checkpoint that is resumed; `held` the most rows taken and not yet released at any time;
         `pin` asks for pinned slots (CUDA). Raises `StreamError` if an endpoint may not be used.
         """
@@ -100,7 +122,7 @@ class RowClient:
             raise StreamError("no feeder is named", "set feed.endpoints or feed.count")
         self._expects, self._rank, self._world, self._resumed = expects, rank, world, plan
         self._stream = stream or StreamConfig()
-        self._held, self._pin = held, pin
+        self._held, self._pin, self._stop = held, pin, stop
         self._incarnation = secrets.token_hex(8)
         self._io = ClientIo(endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds)
         self._layout: RowLayout | None = None
@@ -108,7 +130,14 @@ class RowClient:
 
     @staticmethod
     def of(
-        config: RunConfig, rank: int, world: int, *, plan: StreamPlan | None = None, held: int = 1, pin: bool = False
+        config: RunConfig,
+        rank: int,
+        world: int,
+        *,
+        plan: StreamPlan | None = None,
+        held: int = 1,
+        pin: bool = False,
+        stop: Callable[[], StopRequest | None] = lambda: None,
     ) -> RowClient:
         """The client of this run's configuration."""
         return RowClient(
@@ -130,6 +159,7 @@ class RowClient:
         """
         self._io.start()
         self._await_feeder()
+            stop=stop,
         self._io.settled()
         plan = self._io.plan
         if plan is None:
@@ -167,9 +197,12 @@ class RowClient:
         self._io.wake()
 
     def take(self, key: RowKey) -> ReceivedRow:
-        """Wait at most `row_seconds` for the row. Rows must be taken in the order scheduled; at most `held` may be unreleased."""
+        """Wait at most `row_seconds` for the row. Rows must be taken in the order scheduled; at most `held` may be unreleased.
+
+        After a request to stop the wait ends early, with `StoppedWaiting`.
+        """
         window = self._connected_window()
-        want = window.take(key, self._stream.row_seconds, self._too_late)
+        want = window.take(key, self._stream.row_seconds, self._too_late, self._unwanted)
         return ReceivedRow(want, self._connected_layout(), self)
 
     @property
@@ -285,5 +318,20 @@ class RowClient:
 
     def _connected_layout(self) -> RowLayout:
         if self._layout is None:
+    def _unwanted(self, want: Want, start: float) -> StoppedWaiting | None:
+        """Whether to wait no longer for a row, because the process is to stop."""
+        stop = self._stop()
+        if stop is None:
+            return None
+        patience = _STOP_SECONDS if self._io.live() else _STOP_ALONE_SECONDS
+        if time.monotonic() - max(start, stop.at) < patience:
+            return None
+        return StoppedWaiting(
+            f"rank {self._rank}: stopped by {stop.number.name} while waiting for {want.key}, which did not come within "
+            f"{patience:g} s more: {self._feeders()}",
+            "nothing was saved now, the last checkpoint stands: the same command resumes from it",
+            stop.number,
+        )
+
             raise RuntimeError("connect first")
         return self._layout

@@ -22,6 +22,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.slots import Slot
 
+_LOOK_SECONDS = 0.5  # between two looks at whether a wait is still wanted
 ATTEMPTS = 3  # times that a row is asked for before its error is final
 
 
@@ -68,8 +69,16 @@ class Window:
             self._exhausted = False
             self._fill()
 
-    def take(self, key: RowKey, seconds: float, late: Callable[[Want], StreamError]) -> Want:
-        """Wait until the next row, which must be `key`, is there. After `seconds`, raises the error that `late` makes."""
+    def take(
+        self,
+        key: RowKey,
+        seconds: float,
+        late: Callable[[Want], StreamError],
+        unwanted: Callable[[Want, float], StreamError | None] = lambda want, start: None,
+    ) -> Want:
+        """Wait until the next row, which must be `key`, is there. After `seconds`, raises the error that `late` makes; earlier, the one
+        that `unwanted` makes of the row and the start of the wait (monotonic), which is called now and then.
+        """
         start = time.monotonic()
         with self.changed:
             want = self._next(key)
@@ -79,7 +88,9 @@ class Window:
                 left = start + seconds - time.monotonic()
                 if left <= 0:
                     raise late(want)
-                self.changed.wait(left)
+                if (error := unwanted(want, start)) is not None:
+                    raise error
+                self.changed.wait(min(left, _LOOK_SECONDS))
             self.seconds_waited += time.monotonic() - start
             if want.failure is not None:
                 raise want.failure

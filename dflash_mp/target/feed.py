@@ -28,6 +28,7 @@ from dflash_mp.stream.handshake import expectations
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import DataPlan, StreamPlan
 from dflash_mp.stream.weights import FrozenWeights
+from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import Target, load_target
 
@@ -77,6 +78,7 @@ def feed(config: RunConfig, index: int) -> None:
 
 
 def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> StreamPlan:
+    remove_if_empty(config)
     """What this run's feeders serve. Raises `DataError` if the dataset was prepared for another target."""
     manifest = dataset.manifest
     data = DataPlan(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from process_trees import SECONDS, eventually
 from safetensors.torch import load_file
 from tiny_run import make_tiny_run
 
+from dflash_mp.config import load_config
 from dflash_mp.drafter.checkpoint import steps_of
 from dflash_mp.process import children_of, mark_of, marked_processes, send_signal
 
@@ -95,6 +97,9 @@ def test_one_command_trains_to_the_end(undisturbed: Path) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
     for name in ("config.yaml", "metrics.jsonl", "logs/feeder-0.log", "logs/drafters.log"):
         assert (undisturbed / name).stat().st_size > 0
+    config = load_config(undisturbed / "config.yaml").config
+    sockets = config.feeder_endpoints()[0].removeprefix("ipc://")
+    assert not Path(sockets).parent.exists()
 
 
 def test_failed_killed_stopped_and_started_again_it_ends_with_the_same_weights(
@@ -118,8 +123,8 @@ def test_failed_killed_stopped_and_started_again_it_ends_with_the_same_weights(
         run.wait_for_step(25)
         run.process.send_signal(signal.SIGTERM)
         code, output = run.finish()
-    assert code == 128 + signal.SIGTERM, output
-    assert "stopped by SIGTERM\n" in output
+    assert code == 0, output
+    assert f"stopped by SIGTERM after step {run.steps()}; the same command goes on from there" in output
     assert steps_of(run_dir)[-1] == run.steps() > saved
 
     with started(run_file, run_dir, "train.drafters=2") as run:
@@ -164,3 +169,34 @@ def test_a_drafter_that_waits_for_a_feeder_stops_at_once(run_file: Path, tmp_pat
     finally:
         drafter.kill()
         drafter.wait()
+
+
+def test_drafters_that_wait_for_a_row_of_a_dead_feeder_stop_within_seconds(run_file: Path, tmp_path: Path) -> None:
+    options = [f"run_dir={tmp_path / 'run'}", "train.steps=100000", "train.checkpoint_every=10"]
+    sets = [word for option in options for word in ("--set", option)]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        feed = [sys.executable, "-m", "dflash_mp.cli", "feed", "-c", str(run_file), *sets]
+        torchrun = [sys.executable, "-m", "dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2"]
+        feeder = subprocess.Popen(feed, stdout=out, stderr=out)
+        drafters = subprocess.Popen(
+            [*torchrun, "-m", "dflash_mp.drafter", "-c", str(run_file), *sets], stdout=out, stderr=out
+        )
+    try:
+        eventually(lambda: b"step 12/" in log.read_bytes() or drafters.poll() is not None, "a step was trained")
+        feeder.kill()
+        feeder.wait()
+        time.sleep(1.5)  # the rows that were under way are used up
+        assert drafters.poll() is None
+        started = time.monotonic()
+        for rank in children_of(drafters.pid):
+            send_signal(rank, signal.SIGTERM)
+        assert drafters.wait(SECONDS) == 128 + signal.SIGTERM, log.read_text()
+        assert time.monotonic() - started < 12
+        assert "stopped by SIGTERM while waiting for" in log.read_text()
+        assert "the last checkpoint stands" in log.read_text()
+        assert steps_of(tmp_path / "run")[-1] >= 10
+    finally:
+        for process in (feeder, drafters):
+            process.kill()
+            process.wait()
