@@ -282,6 +282,26 @@ def bench() -> None:
     """Measure the parts against what they could be."""
 
 
+@bench.command("chaos")
+@click.option("--kills", default=200, show_default=True, type=click.IntRange(1), help="SIGKILLs to deal out.")
+@click.option("--seed", default=0, show_default=True, help="Of the plan of kills, the data and the weights.")
+@click.option(
+    "--out", default="chaos", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="New directory."
+)
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Deal out no more kills after so long.")
+def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None) -> None:
+    """Kill a real run's processes at random, and compare its result with an undisturbed run's. Exit code 1 if anything differs."""
+    from rich.console import Console
+
+    from dflash_mp.bench.chaos import chaos as disturb
+    from dflash_mp.bench.chaos_report import print_report
+
+    console = Console(highlight=False, soft_wrap=True)
+    report = disturb(kills, seed, out, seconds, lambda text: console.print(text, markup=False))
+    print_report(report, console)
+    sys.exit(0 if report.ok else 1)
+
+
 @bench.command("capture")
 @click.option("--target", required=True, help="Hugging Face directory, hub id or .gguf file.")
 @click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
