@@ -49,7 +49,7 @@ _WORDS = [
 ]
 _RANDOM_STATE = "random.cpu"  # PyTorch's global generator: training draws from generators keyed by row instead
 _REACH_SECONDS = 20.0  # the longest wait for the phase that was drawn; then whatever phase it is
-_END_SECONDS = 120.0  # the longest that an undisturbed finish, or the end after a kill, may take
+_END_SECONDS = 120.0  # the longest time without a line from the drafters
 _TICK_SECONDS = 0.004
 # How long after a phase began the kill may come, in seconds. Starting is mostly imports.
 _SPREAD = {
@@ -211,7 +211,9 @@ def _one_start(
         aim, share = draw.choice(phases), draw.random()
         pid = _reach(fleet, victim, aim, share, 0.0 if fatal else _REACH_SECONDS)
         if pid is None or pid in hit:  # gone meanwhile, or dying already
-            return fatal
+            if fatal:
+                return fatal
+            continue
         hit.add(pid)
         phase = "stopping" if fatal else fleet.phase(victim, pid)
         report.kills.append(Kill(victim, phase, layout, report.runs, fleet.step(), time.monotonic() - begun))
@@ -244,8 +246,11 @@ def _reach(fleet: Fleet, victim: str, aim: str, share: float, patience: float) -
 
 
 def _await_end(fleet: Fleet) -> int:
-    deadline = time.monotonic() + _END_SECONDS
+    """The exit code of the drafters' start, which must not go for `_END_SECONDS` without a word."""
+    said, deadline = -1, 0.0
     while (code := fleet.exit_code) is None:
+        if (now_said := fleet.said()) != said:
+            said, deadline = now_said, time.monotonic() + _END_SECONDS
         if time.monotonic() > deadline:
             raise DflashError(f"the drafters neither end nor go on for {_END_SECONDS:.0f} s:\n{fleet.last_lines()}")
         if fleet.feeders:

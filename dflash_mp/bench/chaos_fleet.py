@@ -95,6 +95,10 @@ class Fleet:
         """Of the drafters' start."""
         return self._drafters.exit_code if self._drafters else 0
 
+    def said(self) -> int:
+        """Bytes that the drafters have logged, over all starts."""
+        return _size(self.place.run_dir / "logs" / "drafters.log")
+
     def last_lines(self) -> str:
         return self._drafters.last_lines() if self._drafters else ""
 
