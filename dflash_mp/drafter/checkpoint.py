@@ -61,10 +61,10 @@ def save(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
         flush(parent)
         for old in steps_of(run_dir)[:-keep]:
             shutil.rmtree(parent / f"step-{old:08d}")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the checkpoint of step {checkpoint.step} to {parent}: {error.strerror or error}",
+            f"cannot write the checkpoint of step {checkpoint.step} to {parent}: {getattr(error, 'strerror', None) or error}",
             "free space or permissions there; earlier checkpoints are untouched, and the same command resumes from the last",
         ) from error
     return final

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,70 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     (directory / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.load(directory)
+
+
+_SAVE_BIG = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from dflash_mp.drafter import checkpoint
+from dflash_mp.drafter.checkpoint import Checkpoint
+from dflash_mp.errors import CheckpointError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    weights = {"w": torch.ones(1 << 16)}
+    checkpoint.save(Path(sys.argv[1]), Checkpoint(2, weights, {"m": torch.ones(3)}, {"plan": {}, "shape": {}}), 2)
+except CheckpointError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("largest", [1000, 100_000])
+def test_a_write_that_is_cut_off_is_one_clear_error_and_the_last_checkpoint_stands(
+    tmp_path: Path, largest: int
+) -> None:
+    before = write(tmp_path, 1)
+    command = [sys.executable, "-c", _SAVE_BIG, str(tmp_path), str(largest)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 6, done.stderr
+    assert "cannot write the checkpoint of step 2" in done.stdout
+    assert "File too large" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == [before.name]
+    assert checkpoint.load(before).step == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stands(small_disk: Path) -> None:
+    before = write(small_disk, 1)
+    big = Checkpoint(2, {"w": torch.ones(1 << 16)}, {"m": torch.ones(3)}, {"plan": {}, "shape": {}})
+    with pytest.raises(CheckpointError, match="step 2 to .*No space left"):
+        checkpoint.save(small_disk, big, 2)
+    assert [entry.name for entry in (small_disk / "checkpoints").iterdir()] == [before.name]
+    assert checkpoint.load(before).step == 1
+
+
+def test_a_read_only_file_system_is_one_clear_error_and_the_last_checkpoint_stands(small_disk: Path) -> None:
+    before = write(small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match="step 2 to .*Read-only file system"):
+        write(small_disk, 2)
+    assert checkpoint.load(before).step == 1
 
 
 def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
