@@ -19,6 +19,7 @@ import yaml
 
 from dflash_mp import __version__
 from dflash_mp.config import LoadedConfig, describe_config
+from dflash_mp.errors import DflashError
 from dflash_mp.preflight import RunLock, check
 from dflash_mp.run_view import open_view
 from dflash_mp.stream.socket_directory import remove_if_empty
@@ -86,4 +87,8 @@ def _last_step(run_dir: Path) -> int:
 def _write_config(loaded: LoadedConfig) -> None:
     head = f"# dflash-mp {__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(sys.argv)}\n"
     text = yaml.safe_dump(loaded.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    (loaded.config.run_dir / "config.yaml").write_text(head + text, encoding="utf-8")
+    file = loaded.config.run_dir / "config.yaml"
+    try:
+        file.write_text(head + text, encoding="utf-8")
+    except OSError as error:
+        raise DflashError(f"cannot write {file}: {error.strerror}", "free space or permissions there") from None

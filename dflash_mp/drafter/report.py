@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from dflash_mp.drafter.metrics import Figures
+from dflash_mp.errors import DflashError
 
 
 class Reporter:
@@ -23,10 +26,12 @@ class Reporter:
     def __init__(self, run_dir: Path, enabled: bool) -> None:
         self.enabled = enabled
         self.console = Console(highlight=False, soft_wrap=True)
+        self._run_dir = run_dir
         if enabled:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-            self._curves = SummaryWriter(str(run_dir / "tensorboard"))
+            with self._writing():
+                run_dir.mkdir(parents=True, exist_ok=True)
+                self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+                self._curves = SummaryWriter(str(run_dir / "tensorboard"))
 
     def __enter__(self) -> Reporter:
         return self
@@ -35,8 +40,9 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.enabled:
-            self._lines.close()
-            self._curves.close()
+            with contextlib.suppress(OSError) if error else self._writing():  # the first error is the one to tell
+                self._lines.close()
+                self._curves.close()
 
     def say(self, text: str) -> None:
         """One line on the terminal."""
@@ -64,11 +70,22 @@ class Reporter:
         )
 
     def _write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
-        self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **figures}) + "\n")
-        self._lines.flush()
-        for name, value in figures.items():
-            if isinstance(value, tuple):
-                for slot, slot_value in enumerate(value, start=1):
-                    self._curves.add_scalar(f"{kind}/{name}/{slot:02d}", slot_value, step)
-            else:
-                self._curves.add_scalar(f"{kind}/{name}", value, step)
+        with self._writing():
+            self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **figures}) + "\n")
+            self._lines.flush()
+            for name, value in figures.items():
+                if isinstance(value, tuple):
+                    for slot, slot_value in enumerate(value, start=1):
+                        self._curves.add_scalar(f"{kind}/{name}/{slot:02d}", slot_value, step)
+                else:
+                    self._curves.add_scalar(f"{kind}/{name}", value, step)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DflashError(
+                f"cannot write the figures of the run to {self._run_dir}: {error.strerror or error}",
+                "free space or permissions there; the same command resumes from the last checkpoint",
+            ) from error
