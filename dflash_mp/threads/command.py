@@ -20,6 +20,7 @@ from dflash_mp.threads.log import log_file, read_log
 from dflash_mp.threads.pipeline import run_threads
 from dflash_mp.threads.work import SCALES, RowsFrom, Work, synthetic_plan, synthetic_work
 
+_LOG_COLUMNS = 120
 MODES = (*GUARDS, PROCESSES)
 
 
@@ -109,6 +110,8 @@ def run_compare(
         say=lambda text: console.print(text, markup=False),
     )
     figures, title = report.all_figures(results), report.heading(work)
+    if not console.is_terminal:
+        console.width = _LOG_COLUMNS
     console.print(report.table(figures, title))
     for note in report.notes(figures):
         console.print(note, markup=False)

@@ -190,6 +190,23 @@ def _is_compiling() -> str:
         return f"is_compiling() is {torch.compiler.is_compiling()}"
 
 
+def _adamw() -> str:
+    """Three eager updates of AdamW while the other thread compiles, compared bit by bit with the same updates alone."""
+    alone = _updated()
+    with Elsewhere(compiling):
+        during = _updated()
+    return "the same update" if torch.equal(alone, during) else "another update, without an error"
+
+
+def _updated() -> torch.Tensor:
+    weight = torch.linspace(0.1, 1.0, 64).requires_grad_()
+    optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), foreach=True)
+    for _ in range(3):
+        weight.grad = weight.detach() * 0.7
+        optimizer.step()
+    return weight.detach()
+
+
 def _make_fx_tracer() -> str:
     with Elsewhere(making_fx):
         mine = proxy_tensor._CURRENT_MAKE_FX_TRACER
@@ -296,6 +313,7 @@ CASES = (
         "is_compiling() is False",
         _is_compiling,
     ),
+    Case("another thread compiles; AdamW(foreach=True).step()", "is_compiling", "the same update", _adamw),
     Case("another thread is in make_fx; current tracer", "make_fx tracer", "no tracer", _make_fx_tracer),
     Case("another thread preserves node metadata", "node metadata", "not preserved", _node_metadata),
     Case("another thread compiles a backward pass; metrics", "compile metrics", "not in progress", _metrics),

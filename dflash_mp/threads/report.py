@@ -117,7 +117,7 @@ _COLUMNS = (
 
 
 def cells(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """The table's rows, as text."""
+    """The table's rows, as text; "?" where a process was killed before it could tell."""
     base = next((f.steps_per_second for f in figures if f.mode == "full-lock"), 0.0)
     return [
         (
@@ -129,11 +129,9 @@ def cells(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
             f"{f.p95_milliseconds:.0f}",
             str(sum(f.errors.values())),
             str(sum(not name.startswith("autograd") for name in f.hung)),
-            str(f.graphs),
-            str(f.graphs_in_backward),
+            *((str(f.graphs), str(f.graphs_in_backward)) if f.memory else ("?", "?")),
             str(f.eager_calls),
-            f"{f.memory:.0f}",
-            f"{f.gpu_memory:.0f}",
+            *((f"{f.memory:.0f}", f"{f.gpu_memory:.0f}") if f.memory else ("?", "?")),
         )
         for f in figures
     ]
