@@ -108,6 +108,10 @@ class StreamConfig(_Section):
     connect_seconds: float = Field(120, gt=0, description="longest wait for a feeder at start-up")
     row_seconds: float = Field(300, gt=0, description="longest wait for one row before the rank gives up")
     silent_seconds: float = Field(15, gt=0, description="a feeder that answers nothing for so long is taken for dead")
+    keys: Path | None = Field(
+        None,
+        description="directory of keys (`dflash-mp keygen`); with it, tcp is encrypted and only listed drafters get in",
+    )
 
 
 class DrafterConfig(_Section):
@@ -192,6 +196,8 @@ class RunConfig(_Section):
             raise ValueError(
                 f"drafter.block_size ({self.drafter.block_size}) exceeds data.row_tokens ({self.data.row_tokens}): no block fits a row"
             )
+        if self.stream.keys is not None and self.feed.insecure_no_auth:
+            raise ValueError("stream.keys and feed.insecure_no_auth contradict each other; drop one")
         feeders, said_by = len(self.feed.endpoints), "feed.endpoints"
         if not feeders:
             feeders, said_by = self.feed.count, "feed.count"

@@ -14,6 +14,7 @@ from dflash_mp.config import RunConfig, TargetConfig
 from dflash_mp.data.store import open_dataset
 from dflash_mp.errors import ConfigError, DflashError, TargetError
 from dflash_mp.stream.endpoints import check_available
+from dflash_mp.stream.keys import DrafterKeys, FeederKeys
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -66,12 +67,15 @@ def check_target(target: TargetConfig) -> None:
 
 
 def check_endpoints(config: RunConfig) -> None:
-    """Addresses must be distinct, well formed, of this machine, and free."""
+    """Addresses must be distinct, well formed, of this machine, and free; keys, if any, must be readable by this user alone."""
     endpoints = config.feeder_endpoints()
     twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
     if twice:
         raise ConfigError(f"feed.endpoints names {', '.join(twice)} twice", "give each feeder its own address")
+    if config.stream.keys is not None:
+        FeederKeys.load(config.stream.keys)
+        DrafterKeys.load(config.stream.keys)
     for endpoint in endpoints:
         if endpoint.startswith("tcp://") and endpoint.endswith((":*", ":0")):
             raise ConfigError(f"{endpoint} leaves the port open, so drafters cannot find it", "name a port")
-        check_available(endpoint, config.feed.insecure_no_auth)
+        check_available(endpoint, config.feed.insecure_no_auth, config.stream.keys is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DataError
 from dflash_mp.stream.feeder import FeederService, FeederStatus
 from dflash_mp.stream.feeder_peers import Job, Peers
+from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.plan import StreamPlan
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -36,6 +39,8 @@ class Behaviour:
     silent_seconds: float = 2.0
     memory_mib: float = 64.0
     run: str = RUN
+    keys: Path | None = None
+    log: Path | None = None
 
 
 class FeederProcess:
@@ -106,6 +111,8 @@ def _main(pipe: Connection, endpoint: str, plan: StreamPlan, behaviour: Behaviou
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if behaviour.log is not None:
+        logging.basicConfig(filename=behaviour.log, level=logging.INFO, format="%(message)s")
     if behaviour.corrupts:
         _corrupt(behaviour.corrupts)
     service = FeederService(
@@ -115,6 +122,7 @@ def _main(pipe: Connection, endpoint: str, plan: StreamPlan, behaviour: Behaviou
         run=behaviour.run,
         silent_seconds=behaviour.silent_seconds,
         memory_mib=behaviour.memory_mib,
+        keys=None if behaviour.keys is None else FeederKeys.load(behaviour.keys),
     )
     threading.Thread(target=_answer, args=(pipe, service), daemon=True).start()
     pipe.send(service.endpoint)

@@ -101,7 +101,7 @@ def test_files_and_options_that_are_named_exist(document: Path) -> None:
         assert (ROOT / name).exists(), f"{document.name}: {name}"
     known = set(re.findall(r"^\| `(\w+)`", options(), re.MULTILINE))
     for section, key in re.findall(r"\b(target|data|feed|stream|drafter|train|eval)\.([a-z_]+)\b", text):
-        assert key in known | {"py"}, f"{document.name}: {section}.{key}"
+        assert key in known | {"py", "public", "secret"}, f"{document.name}: {section}.{key}"
 
 
 if __name__ == "__main__":

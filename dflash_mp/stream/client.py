@@ -23,8 +23,10 @@ from dflash_mp.config import RunConfig, StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.client_io import ClientIo
+from dflash_mp.stream.curve import refusal_behind
 from dflash_mp.stream.endpoints import check_endpoint
 from dflash_mp.stream.handshake import INBAND, expectations
+from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout, RowTensors
 from dflash_mp.stream.messages import VERSION, Bye, Expectations, Hello
 from dflash_mp.stream.plan import StreamPlan
@@ -34,15 +36,13 @@ from dflash_mp.stream.window import Want, Window
 
 log = logging.getLogger(__name__)
 _REMIND_SECONDS = 15.0
-_SETTLE_SECONDS = 1.0  # how long other feeders may take to answer once one has
-
 _HANG_UPS = 3  # in a handshake, before the reason is looked for
 # After a request to stop, a row may still come for so long, and the step be finished and saved:
 _STOP_SECONDS = 20.0  # from a feeder that lives
 _STOP_ALONE_SECONDS = 3.0  # when none does
+_SETTLE_SECONDS = 1.0  # how long other feeders may take to answer once one has
 
-@dataclass(frozen=True)
-class ClientStats:
+
 @dataclass(frozen=True)
 class StopRequest:
     """That this process was asked to stop, by which signal, and when (monotonic)."""
@@ -59,6 +59,8 @@ class StoppedWaiting(StreamError):
         self.exit_code = 128 + number
 
 
+@dataclass(frozen=True)
+class ClientStats:
     """Totals since the connection. `seconds_waited` was spent in `take`; `reasked` counts rows that had to be asked for again."""
 
     rows: int
@@ -110,21 +112,29 @@ class RowClient:
         stream: StreamConfig | None = None,
         held: int = 1,
         pin: bool = False,
-        insecure_no_auth: bool = False,
-    ) -> None:
         stop: Callable[[], StopRequest | None] = lambda: None,
+        insecure_no_auth: bool = False,
+        keys: DrafterKeys | None = None,
+    ) -> None:
         """`plan` is that of the checkpoint that is resumed; `held` the most rows taken and not yet released at any time;
-        `pin` asks for pinned slots (CUDA). Raises `StreamError` if an endpoint may not be used.
+        `pin` asks for pinned slots (CUDA); `keys` are shown to feeders reached by tcp, which must have the pinned one. Raises
+        `StreamError` if an endpoint may not be used.
         """
         for endpoint in endpoints:
-            check_endpoint(endpoint, insecure_no_auth)
+            check_endpoint(endpoint, insecure_no_auth, keys is not None)
         if not endpoints:
             raise StreamError("no feeder is named", "set feed.endpoints or feed.count")
+        if insecure_no_auth:
+            log.warning(
+                "rank %d: feed.insecure_no_auth is set: whoever answers at %s is taken for a feeder",
+                rank,
+                ", ".join(endpoints),
+            )
         self._expects, self._rank, self._world, self._resumed = expects, rank, world, plan
         self._stream = stream or StreamConfig()
         self._held, self._pin, self._stop = held, pin, stop
         self._incarnation = secrets.token_hex(8)
-        self._io = ClientIo(endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds)
+        self._io = ClientIo(endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds, keys)
         self._layout: RowLayout | None = None
         self._closed = False
 
@@ -149,7 +159,9 @@ class RowClient:
             stream=config.stream,
             held=held,
             pin=pin,
+            stop=stop,
             insecure_no_auth=config.feed.insecure_no_auth,
+            keys=None if config.stream.keys is None else DrafterKeys.load(config.stream.keys),
         )
 
     def connect(self) -> StreamPlan:
@@ -159,7 +171,6 @@ class RowClient:
         """
         self._io.start()
         self._await_feeder()
-            stop=stop,
         self._io.settled()
         plan = self._io.plan
         if plan is None:
@@ -249,8 +260,8 @@ class RowClient:
         start = time.monotonic()
         deadline, reminder = start + self._stream.connect_seconds, start + _REMIND_SECONDS / 5
         settled: float | None = None
-        with self._io.changed:
-            while True:
+        while True:
+            with self._io.changed:
                 self._raise_if_broken()
                 now = time.monotonic()
                 live = self._io.live()
@@ -267,6 +278,16 @@ class RowClient:
                     reminder = now + _REMIND_SECONDS
                     log.warning("rank %d: waiting for a feeder: %s", self._rank, self._feeders())
                 self._io.changed.wait(min(0.2, deadline - now))
+            self._find_wrong_keys()
+
+    def _find_wrong_keys(self) -> None:
+        """A feeder with another key than the pinned one just hangs up, as does a tunnel without a feeder: ask which it is."""
+        for link in self._io.links:
+            if link.state == "connecting" and link.hung_up >= _HANG_UPS and link.hung_up % _HANG_UPS == 0:
+                refusal = refusal_behind(link.endpoint, link.keys is not None)
+                if refusal is not None:
+                    self._raise_if_broken()
+                    raise StreamError(f"rank {self._rank}: {link.endpoint}: {refusal.reason}", refusal.remedy)
 
     def _make_slots(self, layout: RowLayout) -> list[Slot]:
         count = int(self._stream.window_mib * 2**20) // layout.nbytes
@@ -297,6 +318,21 @@ class RowClient:
             "look at the feeder's log; if a row takes that long, raise stream.row_seconds",
         )
 
+    def _unwanted(self, want: Want, start: float) -> StoppedWaiting | None:
+        """Whether to wait no longer for a row, because the process is to stop."""
+        stop = self._stop()
+        if stop is None:
+            return None
+        patience = _STOP_SECONDS if self._io.live() else _STOP_ALONE_SECONDS
+        if time.monotonic() - max(start, stop.at) < patience:
+            return None
+        return StoppedWaiting(
+            f"rank {self._rank}: stopped by {stop.number.name} while waiting for {want.key}, which did not come within "
+            f"{patience:g} s more: {self._feeders()}",
+            "nothing was saved now, the last checkpoint stands: the same command resumes from it",
+            stop.number,
+        )
+
     def _feeders(self) -> str:
         now = time.monotonic()
         return "; ".join(link.describe(now) for link in self._io.links)
@@ -318,20 +354,5 @@ class RowClient:
 
     def _connected_layout(self) -> RowLayout:
         if self._layout is None:
-    def _unwanted(self, want: Want, start: float) -> StoppedWaiting | None:
-        """Whether to wait no longer for a row, because the process is to stop."""
-        stop = self._stop()
-        if stop is None:
-            return None
-        patience = _STOP_SECONDS if self._io.live() else _STOP_ALONE_SECONDS
-        if time.monotonic() - max(start, stop.at) < patience:
-            return None
-        return StoppedWaiting(
-            f"rank {self._rank}: stopped by {stop.number.name} while waiting for {want.key}, which did not come within "
-            f"{patience:g} s more: {self._feeders()}",
-            "nothing was saved now, the last checkpoint stands: the same command resumes from it",
-            stop.number,
-        )
-
             raise RuntimeError("connect first")
         return self._layout

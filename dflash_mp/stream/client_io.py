@@ -20,6 +20,7 @@ from dflash_mp.stream import messages as m
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.handshake import unmet
+from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.wakeup import Wakeup
@@ -36,7 +37,12 @@ class ClientIo:
     """`start`, then `close`. `changed` is notified whenever a link, the weights or the thread change state."""
 
     def __init__(
-        self, endpoints: list[str], hello: Callable[[StreamPlan | None], m.Hello], who: str, silent_seconds: float
+        self,
+        endpoints: list[str],
+        hello: Callable[[StreamPlan | None], m.Hello],
+        who: str,
+        silent_seconds: float,
+        keys: DrafterKeys | None = None,
     ) -> None:
         self.plan: StreamPlan | None = None
         self.row_bytes = 0
@@ -55,7 +61,7 @@ class ClientIo:
         self._poller = zmq.Poller()
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
-        self.links = [Link(endpoint, self._context, self._poller) for endpoint in endpoints]
+        self.links = [Link(endpoint, self._context, self._poller, keys) for endpoint in endpoints]
         self._thread = threading.Thread(target=self._main, name="stream", daemon=True)
 
     def start(self) -> None:
@@ -138,6 +144,8 @@ class ClientIo:
         if link.state == "connecting":
             if not link.disconnected():
                 link.greet(self._hello(self.plan))
+            elif link.locked_out is not None:
+                self._refused(link, link.locked_out)
             return
         try:
             for _ in range(_READS_PER_ROUND):
@@ -228,7 +236,8 @@ class ClientIo:
         if refusal.code == "stranger":
             self._lose(link, "it had forgotten this drafter")
             return
-        error = StreamError(f"{self._who}: {link.endpoint} refused: {refusal.reason}", refusal.remedy)
+        verb = "" if refusal.code == "key" else " refused"
+        error = StreamError(f"{self._who}: {link.endpoint}{verb}: {refusal.reason}", refusal.remedy)
         if refusal.code == "replaced" or (self._connecting and refusal.code != "full"):
             raise error
         if link.refusal is None or link.refusal.reason != refusal.reason:

@@ -12,10 +12,13 @@ from collections import deque
 from typing import Literal
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
-from dflash_mp.stream.endpoints import allow_ipv6, set_drafter_options
+from dflash_mp.stream.curve import HANDSHAKE_FAILURES, refusal_in, secure_drafter
+from dflash_mp.stream.endpoints import allow_ipv6, ipc_path, set_drafter_options
+from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.window import Want
 
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
@@ -26,7 +29,13 @@ _BYE_LINGER_MS = 500
 class Link:
     """States: connecting (no transport yet) → greeting (Hello sent) → live; refused (waits, then connects again)."""
 
-    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        keys: DrafterKeys | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.state: State = "connecting"
         self.since = self.heard = time.monotonic()
@@ -37,6 +46,9 @@ class Link:
         self.refusal: m.Refused | None = None
         self.last_loss = ""  # why the last conversation ended
         self.ever_live = False
+        self.hung_up = 0  # times that the other side ended a handshake without a word, since the last conversation
+        self.locked_out: m.Refused | None = None  # what the last failed handshake said
+        self.keys = keys if ipc_path(endpoint) is None else None
         self._context, self._poller = context, poller
         self._unsent: deque[m.Message] = deque()
         self._requests = self._pings = 0
@@ -56,7 +68,7 @@ class Link:
             self._poll_for(zmq.POLLIN)
 
     def go_live(self, welcome: m.Welcome) -> None:
-        self.welcome, self.refusal, self.ever_live = welcome, None, True
+        self.welcome, self.refusal, self.ever_live, self.hung_up = welcome, None, True, 0
         self._enter("live")
 
     def lose(self, why: str, bye: m.Bye | None = None) -> list[Want]:
@@ -154,11 +166,14 @@ class Link:
             self._socket.recv(zmq.DONTWAIT, copy=False)
 
     def disconnected(self) -> bool:
-        """Whether the transport broke since the last call."""
+        """Whether the transport broke, or could not be made, since the last call."""
         broke = False
         while self._monitor is not None and self._monitor.poll(0):
-            self._monitor.recv_multipart()
+            event = parse_monitor_message(self._monitor.recv_multipart())
             broke = True
+            self.hung_up += event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            refusal = refusal_in(event["event"], event["value"], self.keys is not None)
+            self.locked_out = refusal or self.locked_out
         return broke
 
     # -- for people ---------------------------------------------------------------------------------------------------------------
@@ -166,10 +181,15 @@ class Link:
     def describe(self, now: float) -> str:
         """This feeder in one clause."""
         silent, for_so_long = now - self.heard, now - self.since
+        if self.state == "refused" and self.refusal is not None and self.refusal.code == "key":
+            return f"{self.endpoint}: {self.refusal.reason}"
         if self.state == "refused" and self.refusal is not None:
             return f"{self.endpoint} refused: {self.refusal.reason}"
         if self.state == "greeting":
             return f"{self.endpoint} accepts connections but has not answered for {for_so_long:.0f} s"
+        if self.state == "connecting" and self.hung_up > 2:
+            doubt = "" if self.keys is None else " (is its key the pinned one?)"
+            return f"{self.endpoint} hung up {self.hung_up} times before it said anything{doubt}"
         if self.state == "connecting":
             past = f"lost {for_so_long:.0f} s ago ({self.last_loss})" if self.ever_live else "nothing answers there"
             return f"{self.endpoint}: {past}"
@@ -188,7 +208,10 @@ class Link:
         self._socket = self._context.socket(zmq.DEALER)
         set_drafter_options(self._socket)
         allow_ipv6(self._socket, self.endpoint)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if self.keys is not None:
+            secure_drafter(self._socket, self.keys)
+        self.locked_out = None
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self._monitor.linger = 0
         self._socket.connect(self.endpoint)
         self._poll_for(zmq.POLLIN | zmq.POLLOUT)

@@ -1,8 +1,9 @@
 """Addresses: which are allowed, how a feeder takes one, and the options of every socket.
 
-Allowed are `ipc://PATH` and `tcp://HOST:PORT` on this machine's loopback; another host only with `feed.insecure_no_auth`, because whoever
-can reach an unauthenticated feeder can ask for its rows and weights. `bind` never takes an address from a live feeder and says which
-address is taken; a socket file that a dead feeder left behind is replaced. All failures are `StreamError`.
+Allowed are `ipc://PATH` and `tcp://HOST:PORT` on this machine's loopback; another host only with keys (`stream.keys`) or
+`feed.insecure_no_auth`, because whoever can reach an unauthenticated feeder can ask for its rows and weights. `bind` never takes an
+address from a live feeder and says which address is taken; a socket file that a dead feeder left behind is replaced. All failures are
+`StreamError`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _TAKEN = "stop the other feeder or program that uses it, or give another address
 _ELSEWHERE = "a feeder listens on the machine that it runs on: give an address of this one in feed.endpoints"
 
 
-def check_endpoint(endpoint: str, insecure_no_auth: bool) -> None:
-    """Raise `StreamError` unless `endpoint` is well formed and may be used."""
+def check_endpoint(endpoint: str, insecure_no_auth: bool, keyed: bool = False) -> None:
+    """Raise `StreamError` unless `endpoint` is well formed and may be used; `keyed`: only who has a listed key gets in."""
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in ("ipc", "tcp"):
         raise StreamError(
@@ -34,17 +35,17 @@ def check_endpoint(endpoint: str, insecure_no_auth: bool) -> None:
         )
     if scheme == "ipc":
         _check_ipc(endpoint, address)
-    elif not _is_loopback(endpoint, address) and not insecure_no_auth:
+    elif not _is_loopback(endpoint, address) and not (insecure_no_auth or keyed):
         raise StreamError(
             f"{endpoint} can be reached from other hosts, and nothing authenticates who connects",
-            "use ipc:// or tcp://127.0.0.1, or an SSH tunnel between hosts; "
+            "make keys (dflash-mp keygen DIR) and set stream.keys, or use ipc:// or tcp://127.0.0.1; "
             "on a network that you trust wholly: --set feed.insecure_no_auth=true",
         )
 
 
-def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool) -> str:
+def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool, keyed: bool = False) -> str:
     """Listen on `endpoint` and return the address got (port 0 is resolved)."""
-    check_endpoint(endpoint, insecure_no_auth)
+    check_endpoint(endpoint, insecure_no_auth, keyed)
     allow_ipv6(router, endpoint)
     path = ipc_path(endpoint)
     if path is not None:
@@ -60,12 +61,15 @@ def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool) -> st
     return router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def check_available(endpoint: str, insecure_no_auth: bool) -> None:
+def check_available(endpoint: str, insecure_no_auth: bool, keyed: bool = False) -> None:
     """Raise `StreamError` if a feeder could not listen on `endpoint` now. For finding out before a target is loaded."""
     context = zmq.Context()
     try:
         path = ipc_path(endpoint)
-        bind(context.socket(zmq.ROUTER), endpoint, insecure_no_auth)
+        router = context.socket(zmq.ROUTER)
+        if keyed:  # a drafter that connects just now must not take this for a feeder without keys
+            router.curve_server, router.curve_secretkey = 1, zmq.curve_keypair()[1]
+        bind(router, endpoint, insecure_no_auth, keyed)
         if path is not None:
             path.unlink(missing_ok=True)
     finally:

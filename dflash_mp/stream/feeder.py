@@ -23,6 +23,7 @@ from dflash_mp.errors import DflashError, StreamError
 from dflash_mp.stream.feeder_io import FeederIo
 from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Job, Peers
 from dflash_mp.stream.handshake import INBAND
+from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.messages import Bye, reason
 from dflash_mp.stream.plan import StreamPlan
@@ -86,9 +87,12 @@ class FeederService:
         silent_seconds: float = 15.0,
         memory_mib: float = 8192.0,
         insecure_no_auth: bool = False,
+        keys: FeederKeys | None = None,
         pin: bool = False,
     ) -> None:
-        """Take the address. `run` names the run's directory; `pin` makes slots of pinned memory, for a target on CUDA."""
+        """Take the address. `run` names the run's directory; with `keys`, only listed drafters get in by tcp; `pin` makes slots of
+        pinned memory, for a target on CUDA.
+        """
         self.plan = plan
         self.layout = RowLayout.of(plan)
         capacity = int(memory_mib * 2**20) // self.layout.nbytes
@@ -109,6 +113,7 @@ class FeederService:
             peers=self._peers,
             weights=WeightsServer(weights, plan),
             silent_seconds=silent_seconds,
+            keys=keys,
         )
         self._meter = _Meter(self._peers, self.layout)
         self._pool = pool

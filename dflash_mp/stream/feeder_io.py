@@ -17,9 +17,11 @@ import zmq
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
 from dflash_mp.stream.feeder_peers import OUTSTANDING, Peer, Peers
 from dflash_mp.stream.handshake import INBAND, refusal
+from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsServer
@@ -44,6 +46,7 @@ class FeederIo:
         peers: Peers,
         weights: WeightsServer,
         silent_seconds: float,
+        keys: FeederKeys | None,
     ) -> None:
         self.notes: deque[str] = deque(maxlen=64)
         self.malformed = 0  # messages
@@ -57,10 +60,16 @@ class FeederIo:
         self._context = zmq.Context(io_threads=1)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         set_feeder_options(self._router)
+        tcp = ipc_path(endpoint) is None
+        if not tcp:
+            keys = None  # the socket's file says who may connect
+        self._gate = Gatekeeper(self._context, self._router, keys, tcp, self._note_some)
         try:
-            self.endpoint = bind(self._router, endpoint, insecure_no_auth)
+            if keys is not None:
+                secure_feeder(self._router, keys)
+            self.endpoint = bind(self._router, endpoint, insecure_no_auth, keys is not None)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._end(linger_ms=0)
             raise
         self._thread = threading.Thread(target=self._main, name="feeder-io", daemon=True)
 
@@ -79,7 +88,7 @@ class FeederIo:
             self._thread.join(timeout=2 * _BYE_SECONDS)
         else:
             self._remove_file()
-            self._context.destroy(linger=0)
+            self._end(linger_ms=0)
         if not self._thread.is_alive():
             self._wakeup.close()
 
@@ -87,6 +96,10 @@ class FeederIo:
         """Called while the socket still listens, so the file can't be a successor's."""
         if path := ipc_path(self.endpoint):
             path.unlink(missing_ok=True)
+
+    def _end(self, linger_ms: int) -> None:
+        self._gate.close()
+        self._context.destroy(linger=linger_ms)
 
     # -- the thread ---------------------------------------------------------------------------------------------------------------
 
@@ -97,17 +110,22 @@ class FeederIo:
             self.broken = error
         finally:
             self._remove_file()
-            self._context.destroy(linger=200)
+            self._end(linger_ms=200)
 
     def _serve(self) -> m.Bye:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wakeup.fd, zmq.POLLIN)
+        for gate in self._gate.sockets:
+            poller.register(gate, zmq.POLLIN)
         idle_ms = min(_IDLE_POLL_MS, int(self._silent_seconds * 250))
         timeout, last = 0, time.monotonic()
         while self._leaving is None:
-            if self._wakeup.fd in dict(poller.poll(timeout)):
+            ready = dict(poller.poll(timeout))
+            if self._wakeup.fd in ready:
                 self._wakeup.clear()
+            if any(gate in ready for gate in self._gate.sockets):
+                self._gate.attend()
             read = self._read(_READS_PER_ROUND)
             sent, blocked = self._write()
             timeout = 0 if read or sent else _BLOCKED_POLL_MS if blocked else idle_ms

@@ -31,7 +31,7 @@ Name = Annotated[str, at_most(256)]
 Reason = Annotated[str, at_most(_REASON_CHARACTERS)]
 Seconds = Annotated[float, between(0, 1e12)]
 Key = Annotated[RowKey, Rule(f"a row with an ordinal from 0 to {_LARGE}", lambda key: 0 <= key.ordinal <= _LARGE)]
-RefusalCode = Literal["version", "malformed", "run", "plan", "full", "stranger", "replaced"]
+RefusalCode = Literal["version", "malformed", "run", "plan", "full", "stranger", "replaced", "key"]
 
 
 class VersionError(ProtocolError):

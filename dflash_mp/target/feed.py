@@ -25,10 +25,11 @@ from dflash_mp.process import die_with_parent
 from dflash_mp.stream.endpoints import check_available
 from dflash_mp.stream.feeder import Compute, FeederService
 from dflash_mp.stream.handshake import expectations
+from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import DataPlan, StreamPlan
-from dflash_mp.stream.weights import FrozenWeights
 from dflash_mp.stream.socket_directory import remove_if_empty
+from dflash_mp.stream.weights import FrozenWeights
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import Target, load_target
 
@@ -42,7 +43,8 @@ def feed(config: RunConfig, index: int) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s feeder {index} | %(message)s", datefmt="%H:%M:%S")
     if config.feed.insecure_no_auth:
         log.warning("feed.insecure_no_auth is set: whoever can reach %s can take rows and weights", endpoint)
-    check_available(endpoint, config.feed.insecure_no_auth)
+    keys = None if config.stream.keys is None else FeederKeys.load(config.stream.keys)
+    check_available(endpoint, config.feed.insecure_no_auth, keys is not None)
     if config.feed.threads:
         torch.set_num_threads(config.feed.threads)
     dataset = open_dataset(config)
@@ -59,6 +61,7 @@ def feed(config: RunConfig, index: int) -> None:
         silent_seconds=config.stream.silent_seconds,
         memory_mib=config.feed.memory_mib,
         insecure_no_auth=config.feed.insecure_no_auth,
+        keys=keys,
         pin=target.device.type == "cuda",
     ) as service:
         log.info(
@@ -75,10 +78,10 @@ def feed(config: RunConfig, index: int) -> None:
         stop.serving()
         service.serve(row_maker(dataset, capture, plan), stop.event, config.feed.stats_seconds)
         log.info("stopped after %d rows", service.status().rows)
+    remove_if_empty(config)
 
 
 def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> StreamPlan:
-    remove_if_empty(config)
     """What this run's feeders serve. Raises `DataError` if the dataset was prepared for another target."""
     manifest = dataset.manifest
     data = DataPlan(

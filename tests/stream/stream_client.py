@@ -10,6 +10,7 @@ from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan, sy
 from dflash_mp.config import StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.client import RowClient
+from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
 
@@ -27,13 +28,14 @@ def client_of(
     rank: int = 0,
     world: int = 1,
     rows: float = 4,
+    keys: DrafterKeys | None = None,
     **stream: float,
 ) -> RowClient:
     """A client with a window of `rows` rows."""
     plan = plan or synthetic_plan()
     window_mib = rows * RowLayout.of(plan).nbytes / 2**20
     config = StreamConfig(**{**QUICK, "window_mib": window_mib, **stream})
-    return RowClient(endpoints, synthetic_expectations(plan), rank=rank, world=world, stream=config)
+    return RowClient(endpoints, synthetic_expectations(plan), rank=rank, world=world, stream=config, keys=keys)
 
 
 def take_all(client: RowClient, wanted: list[RowKey]) -> Iterator[RowKey]:

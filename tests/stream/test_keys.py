@@ -11,7 +11,10 @@ import zmq
 from click.testing import CliRunner
 
 from dflash_mp.cli import main
-from dflash_mp.errors import StreamError
+from dflash_mp.config import load_config
+from dflash_mp.errors import ConfigError, StreamError
+from dflash_mp.preflight import check_endpoints
+from dflash_mp.run import _write_config as write_config
 from dflash_mp.stream.keys import DrafterKeys, FeederKeys, keygen
 
 
@@ -114,3 +117,34 @@ def test_no_repr_shows_a_key(tmp_path: Path) -> None:
     keygen(tmp_path)
     shown = repr(DrafterKeys.load(tmp_path)) + repr(FeederKeys.load(tmp_path))
     assert shown == "DrafterKeys()FeederKeys()"
+
+
+def test_configuration_dumps_hold_the_directory_and_no_key(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    keygen(directory)
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"run_dir: {tmp_path}/run\ntarget: {{path: t}}\ndata: {{path: d}}\ntrain: {{steps: 1}}\nstream: {{keys: {directory}}}\n"
+    )
+    shown = CliRunner().invoke(main, ["run", "-c", str(file), "--plan"]).output
+    (tmp_path / "run").mkdir()
+    write_config(load_config(file))
+    for text in (shown, (tmp_path / "run/config.yaml").read_text()):
+        assert str(directory) in text
+        assert not any(secret_of(key) in text for key in directory.iterdir())
+
+
+def test_keys_and_no_keys_at_once_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run_dir: {tmp_path}\ntarget: {{path: t}}\ndata: {{path: d}}\ntrain: {{steps: 1}}\n")
+    with pytest.raises(ConfigError, match="contradict each other"):
+        load_config(file, ["stream.keys=keys", "feed.insecure_no_auth=true"])
+
+
+def test_run_refuses_what_is_wrong_with_keys_before_it_starts_anything(tmp_path: Path) -> None:
+    keygen(tmp_path)
+    (tmp_path / "feeder.secret").chmod(0o640)
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run_dir: {tmp_path}/run\ntarget: {{path: t}}\ndata: {{path: d}}\ntrain: {{steps: 1}}\n")
+    with pytest.raises(StreamError, match="can be read by other users"):
+        check_endpoints(load_config(file, [f"stream.keys={tmp_path}"]).config)
