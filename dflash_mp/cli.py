@@ -288,7 +288,7 @@ def bench() -> None:
 @click.option(
     "--out", default="chaos", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="New directory."
 )
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Deal out no more kills after so long.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Kill for so long at most.")
 def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None) -> None:
     """Kill a real run's processes at random, and compare its result with an undisturbed run's. Exit code 1 if anything differs."""
     from rich.console import Console

@@ -48,7 +48,9 @@ _WORDS = [
     "near",
 ]
 _RANDOM_STATE = "random.cpu"  # PyTorch's global generator: training draws from generators keyed by row instead
-_REACH_SECONDS = 20.0  # the longest wait for the phase that was drawn; then whatever phase it is
+_REACH_SECONDS = (
+    20.0  # or as long as the undisturbed run: the longest wait for the phase that was drawn; then whatever phase it is
+)
 _END_SECONDS = 120.0  # the longest time without a line from the drafters
 _TICK_SECONDS = 0.004
 # How long after a phase began the kill may come, in seconds. Starting is mostly imports.
@@ -115,7 +117,7 @@ class ChaosReport:
 def chaos(
     kills: int, seed: int, out: Path, seconds: float | None, say: Callable[[str], None] = lambda text: None
 ) -> ChaosReport:
-    """Make `kills` kills, or as many as fit into `seconds`, below `out`; then finish and compare. Raises `DflashError`."""
+    """Make `kills` kills, or as many as fit into `seconds` after the undisturbed run, below `out`; then finish and compare. Raises `DflashError`."""
     out = out.absolute()
     if out.exists() and any(out.iterdir()):
         raise DflashError(f"{out} is not empty", "give another directory with --out")
@@ -132,7 +134,7 @@ def chaos(
 
         say("undisturbed run")
         report.undisturbed_seconds = _undisturbed(place("undisturbed"))
-        ends = None if seconds is None else time.monotonic() + seconds - report.undisturbed_seconds
+        ends = None if seconds is None else time.monotonic() + seconds
         while report.runs == 0 or (len(report.kills) < kills and not _over(ends)):
             report.runs += 1
             begun = time.monotonic()
@@ -209,17 +211,18 @@ def _one_start(
         victim = draw.choice([one for one in VICTIMS if layout == "run" or one != "supervisor"])
         phases = ("starting", "serving") if victim == "feeder" else tuple(_SPREAD)[:-1]
         aim, share = draw.choice(phases), draw.random()
-        pid = _reach(fleet, victim, aim, share, 0.0 if fatal else _REACH_SECONDS)
+        pid = _reach(fleet, victim, aim, share, 0.0 if fatal else max(_REACH_SECONDS, report.undisturbed_seconds))
         if pid is None or pid in hit:  # gone meanwhile, or dying already
             if fatal:
                 return fatal
             continue
         hit.add(pid)
-        phase = "stopping" if fatal else fleet.phase(victim, pid)
+        by_hand = victim == "feeder" and layout == "hand"
+        phase = "stopping" if fatal and not by_hand else fleet.phase(victim, pid)
         report.kills.append(Kill(victim, phase, layout, report.runs, fleet.step(), time.monotonic() - begun))
         send_signal(pid, 9)
         say(f"kill {len(report.kills)}: {victim}, {phase} ({layout}, run {report.runs}, step {report.kills[-1].step})")
-        if victim == "feeder" and layout == "hand":
+        if by_hand:
             continue
         fatal += 1
         if draw.random() < 0.7:
