@@ -55,7 +55,8 @@ def plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> list[Part]:
         for i in range(len(config.feeder_endpoints()))
     ]
     torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(config.train.drafters))
-    drafters = (*python, *torchrun, "-m", "dflash_mp.drafter", *options)
+    # Through `child`, so that a rank dies with torchrun while it still imports, too.
+    drafters = (*python, *torchrun, "-m", "dflash_mp.child", *python, "dflash_mp.drafter", *options)
     return [*feeders, Part("drafters", drafters, logs / "drafters.log", leads=True)]
 
 

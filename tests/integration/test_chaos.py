@@ -26,7 +26,7 @@ def test_a_few_kills_leave_no_trace(tmp_path: Path) -> None:
         "--seed",
         "3",
         "--seconds",
-        "40",
+        "30",
     ]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "chaos")],
