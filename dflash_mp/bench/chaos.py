@@ -47,10 +47,8 @@ _WORDS = [
     "over",
     "near",
 ]
-_RANDOM_STATE = "random.cpu"  # PyTorch's global generator: training draws from generators keyed by row instead
-_REACH_SECONDS = (
-    20.0  # or as long as the undisturbed run: the longest wait for the phase that was drawn; then whatever phase it is
-)
+# Or as long as the undisturbed run: the longest wait for the phase that was drawn; then whatever phase it is.
+_REACH_SECONDS = 20.0
 _END_SECONDS = 120.0  # the longest time without a line from the drafters
 _TICK_SECONDS = 0.004
 # How long after a phase began the kill may come, in seconds. Starting is mostly imports.
@@ -270,7 +268,7 @@ def compare(undisturbed: Path, run_dir: Path, report: ChaosReport) -> None:
             report.differing.append(f"{run_dir / last / name} is missing")
             continue
         ours, theirs = load_file(undisturbed / last / name), load_file(run_dir / last / name)
-        keys = sorted((ours.keys() | theirs.keys()) - {_RANDOM_STATE})
+        keys = sorted(ours.keys() | theirs.keys())
         report.compared_tensors += len(keys)
         for key in keys:
             if key not in ours or key not in theirs or not _same_bits(ours[key], theirs[key]):

@@ -46,6 +46,9 @@ def build_trainer(
     `embedding` and `head` [V, H] are the target's. Raises `ConfigError` or `CheckpointError`.
     """
     options, device = config.train, world.device
+    torch.manual_seed(
+        config.seed
+    )  # training draws nothing from it; what a checkpoint keeps of it is the same in every run
     shape = DrafterShape.from_config(config.drafter, plan.target)
     dtype = compute_dtype(options, device)
     objective = Objective.of(shape, embedding, head, options, device, dtype)
