@@ -99,7 +99,6 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )
     parallel.register_comm_hook(None, _sum_gradients)
     return parallel

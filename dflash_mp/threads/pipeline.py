@@ -28,6 +28,7 @@ from dflash_mp.threads.watch import HangWatch, stacks
 from dflash_mp.threads.work import Work
 
 _TICK_SECONDS = 0.2
+_abandoned: list[contextlib.ExitStack] = []  # kept, because the end of a generator runs what it has still to do
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def run_threads(
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(work.config.train.threads or 1)
     backend, turns = CountingBackend(work.backend), guard.turns()
-    with guard.installed(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(guard.installed())
         rows = stack.enter_context(open_rows(work, list(numbers)))
         drafters = [one.build(work, number, rows, turns(), backend) for number in numbers]
         for drafter in drafters:
@@ -85,8 +87,8 @@ def run_threads(
             memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             **_gpu(work, numbers),
         )
-        if hung:
-            stack.pop_all()  # nothing of it can be closed any more
+        if hung:  # nothing of it can be closed any more: a stuck thread may hold the very lock that closing needs
+            _abandoned.append(stack.pop_all())
     return outcome
 
 

@@ -16,9 +16,11 @@ import process_trees
 import pytest
 from process_trees import eventually
 from tiny_run import make_tiny_run
+from torch._dynamo.convert_frame import compile_lock
 
 from dflash_mp.config import load_config
 from dflash_mp.process import mark_of, marked_processes
+from dflash_mp.threads import fx_shim
 from dflash_mp.threads.command import MODES, run_compare
 from dflash_mp.threads.compare import PROCESSES, Limits, ModeResult, Worker
 from dflash_mp.threads.guards import GUARDS, Guard
@@ -87,6 +89,24 @@ def test_a_thread_that_hangs_is_found_and_its_stack_is_told(work: Work, tmp_path
     assert "in hang_here" in outcome.stacks["drafter 1"]
     assert time.monotonic() - before < 50
     assert len(read_log(log_file(tmp_path, 1)).steps) == 1
+
+
+def test_a_thread_that_hangs_with_the_compile_lock_is_told_too(work: Work, tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def hang_in_a_compilation() -> None:
+        with compile_lock:
+            release.wait(120)
+
+    turn = Interfering({2: hang_in_a_compilation})
+    before = time.monotonic()
+    outcome = run_threads(
+        work, dataclasses.replace(GUARDS["shim"], turns=lambda: lambda: turn), [0], tmp_path, quiet_seconds=2.0
+    )
+    assert time.monotonic() - before < 50  # it did not wait for the lock
+    assert outcome.hung == ["drafter 0"]
+    release.set()
+    assert fx_shim.uninstall()
 
 
 def test_a_thread_that_computes_is_not_taken_for_hung(work: Work, tmp_path: Path) -> None:
