@@ -57,6 +57,8 @@ def train(
 ) -> bool:
     """Train to the last step, or until some rank was asked to stop; False in that case. Saves at the end either way."""
     options, world = trainer.config.train, trainer.world
+    if trainer.step == options.steps:
+        return True
     held_out = min(options.held_out_rows, trainer.plan.data.held_out_rows)
     source.schedule(schedule.row_sequence(options, trainer.step, world.rank, world.size, held_out))
     warm_up(trainer)

@@ -106,7 +106,14 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
 
 def _sum_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    if bucket.buffer().is_cuda:
+        return work.get_future().then(lambda future: future.value()[0])
+    # A callback in Python would be freed by gloo's own thread, which needs the interpreter's lock for that. The destructor of
+    # the process group holds the lock while it joins that thread: a rank that ends right after a step could hang.
+    work.wait()
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _device(name: str, local_rank: int) -> torch.device:
