@@ -27,3 +27,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# A test run that a script started in the background inherits ignored signals, and hands them on to the processes it tests.
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
