@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {*_BASE, "data", "target"},
     "preflight": {*_BASE, "data", "stream"},
     "run_view": {*_BASE, "supervisor"},
-    "run": {*_BASE, "stream", "preflight", "run_view", "supervisor"},
+    "run": {*_BASE, "stream", "drafter", "preflight", "run_view", "supervisor"},
     "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "run_view", "supervisor"},
     "threads": {*_BASE, "data", "stream", "target", "drafter"},
 }
