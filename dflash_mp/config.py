@@ -160,6 +160,7 @@ class TrainConfig(_Section):
     log_every: int = Field(10, ge=1, description="steps between log lines")
     held_out_every: int = Field(200, ge=0, description="steps between held-out losses; 0: only at the end")
     held_out_rows: int = Field(16, ge=0, description="held-out rows in each of those")
+    wandb_project: str | None = Field(None, description="log to this Weights & Biases project, too (extra `wandb`)")
     drafters: int = Field(1, ge=1, description="drafter processes that `run` starts on this machine")
 
 

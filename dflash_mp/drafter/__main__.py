@@ -53,7 +53,7 @@ def run(config: RunConfig) -> None:
     found = checkpoint.find(config.run_dir) if world.rank == 0 else None
     resumed_plan = state.plan_of(checkpoint.read_state(found), found) if found is not None else None
     with (
-        Reporter(config.run_dir, enabled=world.rank == 0) as report,
+        Reporter(config.run_dir, world.rank == 0, config.train.wandb_project) as report,
         _client(config, world, resumed_plan, stop) as client,
     ):
         plan = client.connect()

@@ -1,4 +1,5 @@
-"""What rank 0 tells about a run: a line on the terminal, one JSON object per line in `metrics.jsonl`, and TensorBoard curves.
+"""What rank 0 tells about a run: a line on the terminal, one JSON object per line in `metrics.jsonl`, TensorBoard curves, and
+Weights & Biases when a project is configured.
 
 `metrics.jsonl` is appended to; after a resume, steps that are trained again appear again, and the later line counts.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -17,13 +19,13 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from dflash_mp.drafter.metrics import Figures
-from dflash_mp.errors import DflashError
+from dflash_mp.errors import ConfigError, DflashError
 
 
 class Reporter:
     """Writes the figures of a run below `run_dir`. On ranks other than 0 it writes nothing."""
 
-    def __init__(self, run_dir: Path, enabled: bool) -> None:
+    def __init__(self, run_dir: Path, enabled: bool, wandb_project: str | None = None) -> None:
         self.enabled = enabled
         self.console = Console(highlight=False, soft_wrap=True)
         self._run_dir = run_dir
@@ -32,6 +34,7 @@ class Reporter:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
                 self._curves = SummaryWriter(str(run_dir / "tensorboard"))
+        self._wandb = _wandb_run(run_dir, wandb_project) if enabled and wandb_project else None
 
     def __enter__(self) -> Reporter:
         return self
@@ -43,6 +46,8 @@ class Reporter:
             with contextlib.suppress(OSError) if error else self._writing():  # the first error is the one to tell
                 self._lines.close()
                 self._curves.close()
+            if self._wandb is not None:
+                self._wandb.finish(exit_code=1 if error else 0)
 
     def say(self, text: str) -> None:
         """One line on the terminal."""
@@ -73,6 +78,8 @@ class Reporter:
         with self._writing():
             self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **figures}) + "\n")
             self._lines.flush()
+        if self._wandb is not None:
+            self._wandb.log({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
             for name, value in figures.items():
                 if isinstance(value, tuple):
                     for slot, slot_value in enumerate(value, start=1):
@@ -89,3 +96,16 @@ class Reporter:
                 f"cannot write the figures of the run to {self._run_dir}: {error.strerror or error}",
                 "free space or permissions there; the same command resumes from the last checkpoint",
             ) from error
+
+
+def _wandb_run(run_dir: Path, project: str) -> Any:
+    """A Weights & Biases run that a resumed training goes on with. Whether it is online is WANDB_MODE's and the login's affair."""
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "train.wandb_project is set, but wandb is not installed",
+            "pip install 'dflash-mp[wandb]', or leave train.wandb_project out",
+        ) from None
+    identity = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
+    return wandb.init(project=project, name=run_dir.name, id=identity, resume="allow", dir=str(run_dir))

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from dflash_mp.drafter.metrics import Figures
 from dflash_mp.drafter.report import Reporter
-from dflash_mp.errors import DflashError
+from dflash_mp.errors import ConfigError, DflashError
 
 FIGURES = Figures(1.0, 1.0, 1.0, 0.5, (0.5,), 1.0, 256, 0.0, False)
 
@@ -29,3 +30,12 @@ def test_figures_that_cannot_be_opened_are_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(DflashError, match="cannot write the figures"):
         Reporter(tmp_path, enabled=True)
+
+
+def test_a_wandb_project_without_wandb_is_refused_and_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"wandb is not installed[\s\S]*dflash-mp\[wandb\]"):
+        Reporter(tmp_path, enabled=True, wandb_project="drafters")
+    Reporter(tmp_path, enabled=False, wandb_project="drafters")
