@@ -227,7 +227,7 @@ def threads(config_file: Path, overrides: tuple[str, ...], **options: Any) -> No
 
 @main.group(invoke_without_command=True)
 @click.option(
-    "--quick", "scale", flag_value="quick", default=True, help="Small drafters on the CPU, minutes (default)."
+    "--quick", "scale", flag_value="quick", default="quick", help="Small drafters on the CPU, minutes (default)."
 )
 @click.option("--gpu", "scale", flag_value="gpu", help="Real ones on a GPU.")
 @click.option("--mode", "modes", multiple=True, help="A guard, or processes; may be repeated. Default: all.")
