@@ -13,6 +13,12 @@ stage "environment" make_environment "[test]"
 stage "official client" python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
 export DFLASH_MP_DEMO="${DFLASH_MP_DEMO:-$PWD/.cache/demo}"
 stage "demo target" dflash-mp demo "$DFLASH_MP_DEMO"
+# Some tests make hosts of their own on this machine (tests/network); without root or `ip` they are skipped, and say so.
+install_ip() {
+    if command -v ip > /dev/null || ! command -v apt-get > /dev/null || [ "$(id -u)" != 0 ]; then return 0; fi
+    { apt-get update -qq && apt-get install -y -qq iproute2; } > /dev/null || echo "iproute2 could not be installed: tests/network will be skipped"
+}
+stage "iproute2" install_ip
 
 # Many processes share the cores: one thread each, asleep while it waits.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
