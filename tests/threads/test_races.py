@@ -115,7 +115,7 @@ def test_nothing_but_the_command_line_names_thread_mode() -> None:
         for file in package.rglob("*.py")
         if "dflash_mp.threads" in file.read_text(encoding="utf-8") and file.parent.name != "threads"
     ]
-    assert named == ["cli.py"]
+    assert named == ["commands/comparison.py"]
 
 
 def test_a_report_of_races_names_every_case_and_variant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,108 @@
+"""`dflash-mp bench`: the parts against what they could be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dflash_mp.commands.options import Group
+
+
+@click.group(cls=Group)
+def bench() -> None:
+    """Measure the parts against what they could be."""
+
+
+@bench.command("chaos")
+@click.option("--kills", default=200, show_default=True, type=click.IntRange(1), help="SIGKILLs to deal out.")
+@click.option("--seed", default=0, show_default=True, help="Of the plan of kills, the data and the weights.")
+@click.option(
+    "--out", default="chaos", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="New directory."
+)
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Kill for so long at most.")
+def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None) -> None:
+    """Kill a real run's processes at random, and compare its result with an undisturbed run's. Exit code 1 if anything differs."""
+    from rich.console import Console
+
+    from dflash_mp.bench.chaos import chaos as disturb
+    from dflash_mp.bench.chaos_report import print_report
+
+    console = Console(highlight=False, soft_wrap=True)
+    report = disturb(kills, seed, out, seconds, lambda text: console.print(text, markup=False))
+    print_report(report, console)
+    sys.exit(0 if report.ok else 1)
+
+
+@bench.command("capture")
+@click.option("--target", required=True, help="Hugging Face directory, hub id or .gguf file.")
+@click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
+@click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+)
+@click.option("--threads", type=int, help="CPU threads.")
+def bench_capture(target: str, tokens: int, rounds: int, device: str, dtype: str, threads: int | None) -> None:
+    """A feeder's truncated forward against the model's own forward with all hidden states."""
+    import torch
+
+    from dflash_mp.bench.capture import bench_capture as measure
+    from dflash_mp.config import TargetConfig
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = TargetConfig.model_validate({"path": target, "device": device, "dtype": dtype})
+    for line in measure(config, tokens, rounds).lines():
+        click.echo(line)
+
+
+@bench.command("prepare")
+@click.option("--target", help="Hugging Face directory, hub id or .gguf file, for its tokenizer.")
+@click.option(
+    "-c", "--config", "config_file", type=click.Path(path_type=Path), help="Use this run's target and sources."
+)
+@click.option("--rounds", default=5, show_default=True, help="Measured pairs; the median ratio counts.")
+@click.option(
+    "--megabytes", default=8.0, show_default=True, help="Text of the standard library to use without --config."
+)
+def bench_prepare(target: str | None, config_file: Path | None, rounds: int, megabytes: float) -> None:
+    """`prepare` against the tokenizer alone, on the same text."""
+    from dflash_mp.bench.prepare import bench_prepare as measure
+    from dflash_mp.config import TargetConfig, load_config
+    from dflash_mp.target.tokenizer import load_tokenizer
+
+    if (target is None) == (config_file is None):
+        raise click.UsageError("give either --target or --config")
+    config = load_config(config_file).config if config_file else None
+    tokenizer = load_tokenizer(config.target if config else TargetConfig.model_validate({"path": target}))
+    for line in measure(tokenizer, config.data if config else None, rounds, megabytes).lines():
+        click.echo(line)
+
+
+@bench.command("step")
+@click.option("--case", "cases", multiple=True, help="Drafter and rows; may be repeated. An unknown one lists all.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--repeats", default=10, show_default=True, help="Measured passes; the median counts.")
+def bench_step(cases: tuple[str, ...], device: str, repeats: int) -> None:
+    """The trainer's forward and backward pass, against the device's matrix rate."""
+    from dflash_mp.bench.step import bench_cases as measure
+
+    for result in measure(cases or ("smollm2",), device, repeats):
+        click.echo(result.line())
+
+
+@bench.command("stream")
+@click.option("--row-mib", default=16.0, show_default=True, help="Size of a row in MiB.")
+@click.option("--rows", default=24, show_default=True, help="Rows of one measurement.")
+@click.option("--repeats", default=5, show_default=True, help="Measurements of each way; medians are compared.")
+def bench_stream(row_mib: float, rows: int, repeats: int) -> None:
+    """Rows from a feeder to a drafter, against raw sockets and plain copies."""
+    from dflash_mp.bench.stream import bench_stream as measure
+
+    for line in measure(row_mib, rows, repeats).lines():
+        click.echo(line)

@@ -1,0 +1,63 @@
+"""Commands that make a drafter: prepare, feed, run, and keys for feeders on other hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dflash_mp.commands.options import Command, config_options, load
+
+
+@click.command(cls=Command)
+@config_options
+@click.option(
+    "--show", default=0, metavar="N", help="Print the first N prepared documents with the supervised part marked."
+)
+@click.option("--force", is_flag=True, help="Replace a prepared dataset that was made with other settings or sources.")
+def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: bool) -> None:
+    """Tokenise the documents of data.sources and pack them into rows, at data.path."""
+    config = load(config_file, overrides).config
+    from dflash_mp.data.report import prepare_and_report
+    from dflash_mp.target.tokenizer import load_tokenizer
+
+    prepare_and_report(config.data, load_tokenizer(config.target), seed=config.seed, show=show, force=force)
+
+
+@click.command(cls=Command)
+@config_options
+@click.option(
+    "--index", default=0, type=click.IntRange(0), show_default=True, help="Which of the run's feeders this is."
+)
+def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
+    """Be a feeder: run the target and serve its rows to drafters."""
+    config = load(config_file, overrides).config
+    from dflash_mp.target.feed import feed as serve
+
+    serve(config, index)
+
+
+@click.command(cls=Command)
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--name", help="Make only this pair; default: feeder and drafter.")
+def keygen(directory: Path, name: str | None) -> None:
+    """Make key pairs in DIR, for stream.keys: feeders and drafters on different hosts."""
+    from dflash_mp.stream.keys import keygen as make
+
+    for file in make(directory) if name is None else make(directory, [name]):
+        click.echo(f"{file}: {'stays on this host' if file.suffix == '.secret' else 'to be copied to the others'}")
+
+
+@click.command(cls=Command)
+@config_options
+@click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
+def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
+    """Start feeders and drafters on this machine and see them through. The same command resumes."""
+    loaded = load(config_file, overrides)
+    from dflash_mp import run as launcher
+
+    if plan:
+        for line in launcher.describe_plan(loaded, overrides):
+            click.echo(line)
+    else:
+        launcher.run(loaded, overrides)
