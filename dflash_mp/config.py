@@ -161,6 +161,9 @@ class TrainConfig(_Section):
     held_out_every: int = Field(200, ge=0, description="steps between held-out losses; 0: only at the end")
     held_out_rows: int = Field(16, ge=0, description="held-out rows in each of those")
     wandb_project: str | None = Field(None, description="log to this Weights & Biases project, too (extra `wandb`)")
+    mlflow_experiment: str | None = Field(
+        None, description="log to this MLflow experiment, too, at MLFLOW_TRACKING_URI (extra `mlflow`)"
+    )
     drafters: int = Field(1, ge=1, description="drafter processes that `run` starts on this machine")
 
 
@@ -178,6 +181,25 @@ class EvalConfig(_Section):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
 
+class MetricsConfig(_Section):
+    """What a run tells while it goes on: figures for Prometheus and `dflash-mp top`, from every feeder and every rank."""
+
+    address: str = Field(
+        "127.0.0.1",
+        description="address to listen on; 0.0.0.0 for all of the host: whoever reaches it may read, nobody is asked for a name",
+    )
+    feeder_port: int | None = Field(
+        17400, ge=1, le=65535, description="port of feeder 0; feeder i takes this plus i; null: none"
+    )
+    rank_port: int | None = Field(
+        17500, ge=1, le=65535, description="port of rank 0; rank r takes this plus r; null: none"
+    )
+    endpoints: list[str] = Field(
+        default_factory=list,
+        description="HOST:PORT of each process that `dflash-mp top` reads; default: all feeders and ranks of this host",
+    )
+
+
 class RunConfig(_Section):
     """Everything about a run."""
 
@@ -190,6 +212,7 @@ class RunConfig(_Section):
     drafter: DrafterConfig = DrafterConfig()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
