@@ -31,6 +31,7 @@ from dflash_mp.stream.layout import RowLayout, RowTensors
 from dflash_mp.stream.messages import VERSION, Bye, Expectations, Hello
 from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.slots import Slot, make_slots
+from dflash_mp.stream.software import own_software
 from dflash_mp.stream.weights import FrozenWeights, WeightsBuilder
 from dflash_mp.stream.window import Want, Window
 
@@ -254,6 +255,7 @@ class RowClient:
             expects=self._expects,
             plan=self._resumed or plan,
             lanes=(INBAND,),
+            software=own_software(),
         )
 
     def _await_feeder(self) -> None:

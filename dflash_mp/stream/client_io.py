@@ -23,6 +23,7 @@ from dflash_mp.stream.handshake import unmet
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.software import torch_mismatch
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsBuilder
 from dflash_mp.stream.window import Want, Window
@@ -230,6 +231,8 @@ class ClientIo:
             self.plan, self.row_bytes = welcome.plan, row_bytes
         link.go_live(welcome)
         log.info("%s: connected to %s, lane %s", self._who, link.endpoint, welcome.lane)
+        if (mismatch := torch_mismatch(hello.software, welcome.software)) is not None:
+            log.warning("%s: warning: the feeder %s: %s", self._who, link.endpoint, mismatch)
         self._notify()
 
     def _refused(self, link: Link, refusal: m.Refused) -> None:

@@ -2,7 +2,8 @@
 
 `reader(hint)` compiles a type hint into a function that takes a decoded value and its path, and returns the typed value or raises
 `ProtocolError` naming the path. Nothing is converted or guessed: an unknown key, a missing key, a wrong type (a bool is no int, an
-infinity no float) and a value outside its rule are errors. It understands int, float, bool, str, None, unions with None, Literal,
+infinity no float) and a value outside its rule are errors. A dataclass field with the metadata `LATER` came with a later version: it may be
+missing, and is left out as long as it has its default. It understands int, float, bool, str, None, unions with None, Literal,
 `tuple[X, ...]`, NamedTuples (as arrays), dataclasses (as maps), and `Annotated[X, Rule]`. A dataclass may check itself further in
 `__post_init__` by raising ValueError.
 """
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from dflash_mp.errors import StreamError
 
 Read = Callable[[object, str], Any]
+LATER = {"later": True}  # metadata of a dataclass field
 _LONGEST_REPR = 80
 
 
@@ -53,7 +55,10 @@ def shown(value: object) -> str:
 def plain(value: object) -> Any:
     """The reverse of reading: dataclasses to maps, tuples to lists, all else as it is."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        values = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {
+            field.name: plain(inner) for field, inner in values if not (_is_later(field) and inner == field.default)
+        }
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value
@@ -145,21 +150,26 @@ def _named_tuple(kind: Any) -> Read:
 def _dataclass(kind: type) -> Read:
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
+    required = [field.name for field in dataclasses.fields(kind) if not _is_later(field)]
 
     def read(value: object, path: str) -> Any:
         if not isinstance(value, dict):
             raise _wrong_type("map", value, path)
         if unknown := [key for key in value if key not in fields]:
             raise ProtocolError(f"{path} has an unknown key {shown(unknown[0])}")
-        if missing := [key for key in fields if key not in value]:
+        if missing := [key for key in required if key not in value]:
             raise ProtocolError(f"{path} lacks the key {missing[0]!r}")
-        typed = {key: item(value[key], f"{path}.{key}") for key, item in fields.items()}
+        typed = {key: item(value[key], f"{path}.{key}") for key, item in fields.items() if key in value}
         try:
             return kind(**typed)
         except ValueError as error:
             raise ProtocolError(f"{path}: {error}") from None
 
     return read
+
+
+def _is_later(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("later"))
 
 
 def _wrong_type(wanted: str, value: object, path: str) -> ProtocolError:

@@ -23,6 +23,7 @@ from dflash_mp.stream.feeder_peers import OUTSTANDING, Peer, Peers
 from dflash_mp.stream.handshake import INBAND, refusal
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.software import own_software
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsServer
 
@@ -213,13 +214,16 @@ class FeederIo:
             if old.identity != identity and old.hello.incarnation != hello.incarnation:
                 self._send(old.identity, m.Refused("replaced", f"another process has connected as {hello.peer}"))
         self.notes.append(f"{hello.peer} of {hello.world} connected, lane {INBAND}")
-        welcome = m.Welcome(m.VERSION, self._token, self._plan, INBAND, self._row_bytes, OUTSTANDING)
+        later = (own_software(), time.time()) if hello.software else ()
+        welcome = m.Welcome(m.VERSION, self._token, self._plan, INBAND, self._row_bytes, OUTSTANDING, *later)
         self._send(identity, welcome)
 
     def _pong(self, peer: Peer, ping: m.Ping) -> None:
         key, since = self._peers.busy or (None, 0.0)
         seconds = 0.0 if key is None else max(0.0, time.monotonic() - since)
-        self._send(peer.identity, m.Pong(ping.sequence, self._peers.rows, self._peers.queued(), key, seconds))
+        later = self._peers.time_spent().computing - seconds if peer.hello.software else 0.0
+        pong = m.Pong(ping.sequence, self._peers.rows, self._peers.queued(), key, seconds, max(0.0, later))
+        self._send(peer.identity, pong)
 
     def _farewell(self, peer: Peer, bye: m.Bye) -> None:
         self._peers.remove(peer)

@@ -4,20 +4,24 @@ A message is one frame: a msgpack map with the key "type" and the fields of its 
 frame of raw bytes. `decode` raises `ProtocolError` for anything else, naming what is wrong: it never returns a message that
 isn't fully checked, never runs code from the wire, and allocates no more than a small multiple of the frame.
 
+Fields marked LATER came after version 1 was first spoken. A feeder sends them only to a drafter whose Hello has one, so an older drafter is
+served as before; a drafter needs a feeder that is at least as new as itself.
+
 The conversation: Hello → Welcome or Refused; then, at any time, Get → Row… or RowError per row asked, Release when a row's chunks have
 all been read; GetWeights → Weights; Ping → Pong; Bye from either side, answered by Bye.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgpack
 
 from dflash_mp.data.row import RowKey
-from dflash_mp.stream.codec import ProtocolError, Rule, at_most, between, plain, reader, shown
+from dflash_mp.stream.codec import LATER, ProtocolError, Rule, at_most, between, plain, reader, shown
 from dflash_mp.stream.plan import DTYPES, StreamPlan
+from dflash_mp.stream.software import Software
 
 VERSION = 1
 HEADER_BYTES = 1 << 16  # the largest message frame
@@ -61,6 +65,9 @@ class Hello:
     expects: Expectations
     plan: StreamPlan | None  # what its checkpoint was trained on, if it resumes or has met another feeder
     lanes: Annotated[tuple[Name, ...], at_most(8)]  # ways it can take payload, best first
+    software: Software = field(
+        default=(), metadata=LATER
+    )  # who says it is answered with the other fields that came later
 
     def __post_init__(self) -> None:
         if self.rank >= self.world:
@@ -79,6 +86,8 @@ class Welcome:
     lane: Name
     row_bytes: Annotated[int, between(1, 1 << 40)]
     outstanding: Annotated[int, between(1, 1 << 16)]
+    software: Software = field(default=(), metadata=LATER)
+    clock: Seconds = field(default=0.0, metadata=LATER)  # its time of day, since 1970
 
     def __post_init__(self) -> None:
         check_plan(self.plan)
@@ -173,6 +182,7 @@ class Pong:
     queued: Count
     busy: Key | None
     busy_seconds: Seconds
+    computing_seconds: Seconds = field(default=0.0, metadata=LATER)  # that it took to make its `rows`
 
 
 @dataclass(frozen=True)
