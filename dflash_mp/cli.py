@@ -10,10 +10,10 @@ import click
 from dflash_mp import __version__
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
-from dflash_mp.commands.options import Group
 from dflash_mp.commands.results import demo, evaluate, export, generate
 from dflash_mp.commands.training import feed, keygen, prepare, run
 from dflash_mp.errors import DflashError
+from dflash_mp.options import Group
 
 
 class _Main(Group):

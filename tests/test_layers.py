@@ -10,19 +10,21 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dflash_mp"
 
-_BASE = {"errors", "process", "config"}
+_BASE = {"errors", "process", "config", "logs"}
 # Each layer and the layers it may import. A layer is a folder or a module directly below dflash_mp.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "process": {"errors"},
+    "logs": set(),
+    "options": {"config", "errors", "logs"},
     "config": {"errors"},
     "child": {"process"},
-    "torchrun": {"process"},
-    "supervisor": {"errors", "process"},
+    "torchrun": {"process", "logs"},
+    "supervisor": {"errors", "process", "logs"},
     "data": _BASE,
     "stream": {*_BASE, "data"},
     "target": {*_BASE, "data", "stream"},
-    "drafter": {*_BASE, "data", "stream"},
+    "drafter": {*_BASE, "data", "stream", "options"},
     "decode": {*_BASE, "data", "stream", "target", "drafter", "export"},
     "export": {*_BASE, "data", "stream", "target", "drafter"},
     "demo": {*_BASE, "data", "target"},

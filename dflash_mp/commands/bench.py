@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.commands.options import Group
+from dflash_mp.options import Group
 
 
 @click.group(cls=Group)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dflash_mp.commands.options import Command, Group, config_options, load
+from dflash_mp.options import Command, Group, config_options, load
 
 
 @click.command(cls=Command)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.commands.options import Command, config_options, drafter_option, load
+from dflash_mp.options import Command, config_options, drafter_option, load
 
 
 @click.command(cls=Command)

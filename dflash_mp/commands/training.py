@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.commands.options import Command, config_options, load
+from dflash_mp.options import Command, config_options, load
 
 
 @click.command(cls=Command)
