@@ -23,12 +23,14 @@ from dflash_mp.config import RunConfig, StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.client_io import ClientIo
+from dflash_mp.stream.counters import ClientCounters, client_counters
 from dflash_mp.stream.curve import refusal_behind
 from dflash_mp.stream.endpoints import check_endpoint
 from dflash_mp.stream.handshake import INBAND, expectations
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout, RowTensors
 from dflash_mp.stream.messages import VERSION, Bye, Expectations, Hello
+from dflash_mp.stream.pace import FeedersPace, PaceMeter
 from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.slots import Slot, make_slots
 from dflash_mp.stream.software import own_software
@@ -137,6 +139,7 @@ class RowClient:
         self._incarnation = secrets.token_hex(8)
         self._io = ClientIo(endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds, keys)
         self._layout: RowLayout | None = None
+        self._pace = PaceMeter()
         self._closed = False
 
     @staticmethod
@@ -228,6 +231,14 @@ class RowClient:
             checksum_errors=self._io.checksum_errors,
             rows_by_feeder={link.endpoint: link.rows for link in self._io.links},
         )
+
+    def counters(self) -> ClientCounters:
+        """Totals since the start, connected or not yet. Any thread may call."""
+        return client_counters(self._io)
+
+    def feeding(self) -> FeedersPace:
+        """What the connected feeders could make, whatever this rank takes."""
+        return self._pace.read({link.endpoint: link.pong for link in self._io.live()})
 
     def close(self, bye: Bye | None = None) -> None:
         """Take leave of the feeders (at most a second or so). Slots not yet released stay readable."""

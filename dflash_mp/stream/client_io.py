@@ -51,6 +51,7 @@ class ClientIo:
         self.weights: WeightsBuilder | None = None
         self.broken: StreamError | None = None
         self.checksum_errors = 0
+        self.errors = dict.fromkeys(("row_failed", "feeder_lost", "feeder_refused", "malformed"), 0)
         self.changed = threading.Condition()
         self._hello, self._who, self._silent_seconds = hello, who, silent_seconds
         self._connecting = True  # a refusal is an error, as long as nothing has been promised
@@ -155,6 +156,7 @@ class ClientIo:
                     break
                 self._handle(link, message)
         except ProtocolError as error:
+            self.errors["malformed"] += 1
             log.error("%s: %s broke the protocol: %s", self._who, link.endpoint, error.what)
             refusal = m.Refused("malformed", m.reason(f"it broke the protocol: {error.what}"))
             self._again(link.refuse(refusal))
@@ -171,6 +173,7 @@ class ClientIo:
             self._lose(link, f"silent for {self._silent_seconds:g} s")
 
     def _lose(self, link: Link, why: str, bye: m.Bye | None = None) -> None:
+        self.errors["feeder_lost"] += 1
         owed = link.lose(why, bye)
         log.warning("%s: lost the feeder %s: %s; %d rows asked again", self._who, link.endpoint, why, len(owed))
         self._again(owed)
@@ -239,6 +242,7 @@ class ClientIo:
         if refusal.code == "stranger":
             self._lose(link, "it had forgotten this drafter")
             return
+        self.errors["feeder_refused"] += 1
         verb = "" if refusal.code == "key" else " refused"
         error = StreamError(f"{self._who}: {link.endpoint}{verb}: {refusal.reason}", refusal.remedy)
         if refusal.code == "replaced" or (self._connecting and refusal.code != "full"):
@@ -282,6 +286,7 @@ class ClientIo:
         want = link.asked.pop(error.request, None)
         if want is None or self.window is None:
             raise ProtocolError(f"ROW_ERROR answers request {error.request}, which was not made")
+        self.errors["row_failed"] += 1
         if error.retryable:
             log.warning("%s: %s could not make %s: %s", self._who, link.endpoint, want.key, error.reason)
             self.window.again(want, counts=True, why=error.reason)

@@ -20,6 +20,7 @@ import xxhash
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError, StreamError
+from dflash_mp.stream.counters import FeederCounters, feeder_counters
 from dflash_mp.stream.feeder_io import FeederIo
 from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Job, Peers
 from dflash_mp.stream.handshake import INBAND
@@ -61,6 +62,11 @@ class FeederStatus:
     malformed: int  # messages refused since the start
     drafters: tuple[DrafterStatus, ...]
 
+    @property
+    def possible_rows_per_second(self) -> float:
+        """The rate of rows if it never had to wait; 0 when it made none."""
+        return self.rows_per_second / self.computing if self.computing > 0 else 0.0
+
     def line(self) -> str:
         """The status on one line."""
         connected = ", ".join(f"{d.name} ({d.lane}, {d.outstanding} asked)" for d in self.drafters) or "none"
@@ -70,7 +76,7 @@ class FeederStatus:
         return (
             f"{self.rows} rows | {self.rows_per_second:.2f} rows/s, {self.tokens_per_second:,.0f} tokens/s, "
             f"{self.gigabytes_per_second:.3f} GB/s | computing {self.computing:.0%}, idle {self.idle:.0%}, "
-            f"blocked {self.blocked:.0%}: waits for {waits} | drafters: {connected}"
+            f"blocked {self.blocked:.0%}: waits for {waits}, could make {self.possible_rows_per_second:.2f} rows/s | drafters: {connected}"
         )
 
 
@@ -156,6 +162,10 @@ class FeederService:
     def status(self) -> FeederStatus:
         """What happened since the last call, or the start."""
         return self._meter.read(self._io.malformed)
+
+    def counters(self) -> FeederCounters:
+        """Totals since the start. Any thread may call."""
+        return feeder_counters(self._peers, self._io, self._pool, self.layout)
 
     def close(self, bye: Bye | None = None) -> None:
         """Take leave of the drafters (at most two seconds) and give up the address."""

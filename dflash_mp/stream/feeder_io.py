@@ -52,6 +52,7 @@ class FeederIo:
         self.notes: deque[str] = deque(maxlen=64)
         self.malformed = 0  # messages
         self.refused = 0  # drafters
+        self.silent = self.disconnected = 0  # drafters
         self.broken: BaseException | None = None
         self._run, self._plan, self._row_bytes = run, plan, row_bytes
         self._peers, self._weights, self._silent_seconds = peers, weights, silent_seconds
@@ -147,6 +148,7 @@ class FeederIo:
         if now - last > self._silent_seconds / 2:
             self._peers.excuse_silence()
         for peer in self._peers.remove_silent(now - self._silent_seconds):
+            self.silent += 1
             self.notes.append(f"{_name(peer)} was silent for {self._silent_seconds:g} s: dropped")
         return now
 
@@ -280,6 +282,7 @@ class FeederIo:
         peer = self._peers.find(identity)
         if peer is not None:
             self._peers.remove(peer)
+            self.disconnected += 1
             self.notes.append(f"{_name(peer)} disconnected")
 
 

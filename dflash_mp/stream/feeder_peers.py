@@ -97,6 +97,8 @@ class Peers:
     def __init__(self, pool: SlotPool, row_bytes: int, held_out_rows: int) -> None:
         self.busy: tuple[RowKey, float] | None = None  # the row in the making, and since when
         self.rows = 0
+        self.delivered = 0  # rows that their drafter took over
+        self.failed_rows = {True: 0, False: 0}  # by whether another attempt may help
         self._pool = pool
         self._row_bytes = row_bytes
         self._held_out_rows = held_out_rows
@@ -170,6 +172,7 @@ class Peers:
             del peer.transfers[message.request]
             self._pool.give_back(transfer.slot)
             peer.rows += 1
+            self.delivered += 1
             self._changed.notify()
 
     def remove(self, peer: Peer) -> None:
@@ -198,6 +201,11 @@ class Peers:
     def queued(self) -> int:
         with self._changed:
             return sum(len(peer.waiting) for peer in self._peers.values())
+
+    def held(self) -> int:
+        """Rows in slots: made or in the making, and not released."""
+        with self._changed:
+            return sum(len(peer.transfers) for peer in self._peers.values())
 
     def time_spent(self) -> TimeSpent:
         """Up to now, what is under way included."""
@@ -262,6 +270,7 @@ class Peers:
         """The row could not be made: say so to who asked."""
         with self._changed:
             self._idle_again()
+            self.failed_rows[retryable] += 1
             self._pool.give_back(job.transfer.slot)
             if not job.peer.gone:
                 request = job.transfer.request

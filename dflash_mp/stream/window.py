@@ -11,7 +11,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,7 +51,8 @@ class Window:
         self.seconds_waited = 0.0
         self.rows = 0
         self.reasked = 0
-        self._size = len(slots)
+        self.size = len(slots)
+        self._waiting_since: float | None = None
         self._free = slots
         self._keys: Iterator[RowKey] = iter(())
         self._exhausted = True
@@ -82,6 +83,7 @@ class Window:
         start = time.monotonic()
         with self.changed:
             want = self._next(key)
+            self._waiting_since = start
             while want.state not in ("ready", "failed"):
                 if self._broken is not None:
                     raise self._broken
@@ -92,6 +94,7 @@ class Window:
                     raise error
                 self.changed.wait(min(left, _LOOK_SECONDS))
             self.seconds_waited += time.monotonic() - start
+            self._waiting_since = None
             if want.failure is not None:
                 raise want.failure
             self._order.popleft()
@@ -103,6 +106,23 @@ class Window:
         with self.changed:
             self._free.append(want.slot)
             self._fill()
+
+    # -- any thread ---------------------------------------------------------------------------------------------------------------
+
+    def waited(self) -> float:
+        """Seconds spent in `take`, those of a wait that goes on included."""
+        with self.changed:
+            since = self._waiting_since
+            return self.seconds_waited + (0.0 if since is None else time.monotonic() - since)
+
+    def states(self) -> dict[str, int]:
+        """Rows by state: unasked, asked, ready, held by their taker, free."""
+        with self.changed:
+            found = Counter(want.state for want in self._order)
+            free, known = len(self._free), len(self._order)
+        ready = found["ready"] + found["failed"]
+        held = self.size - free - known
+        return {"unasked": found["waiting"], "asked": found["asked"], "ready": ready, "held": held, "free": free}
 
     # -- stream's thread ----------------------------------------------------------------------------------------------------------
 
@@ -150,7 +170,7 @@ class Window:
 
     def _next(self, key: RowKey) -> Want:
         if not self._order:
-            held = self._size - len(self._free)
+            held = self.size - len(self._free)
             if held and not self._exhausted:
                 raise RuntimeError(f"{key} can't come: all {held} slots of the window are held; release a row first")
             raise RuntimeError(f"{key} was not scheduled")
