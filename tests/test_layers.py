@@ -14,6 +14,7 @@ _BASE = {"errors", "process", "config", "logs"}
 # Each layer and the layers it may import. A layer is a folder or a module directly below dflash_mp.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "split": set(),
     "process": {"errors"},
     "logs": set(),
     "options": {"config", "errors", "logs"},
@@ -24,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": _BASE,
     "stream": {*_BASE, "data"},
     "target": {*_BASE, "data", "stream"},
-    "drafter": {*_BASE, "data", "stream", "options"},
+    "drafter": {*_BASE, "split", "data", "stream", "options"},
     "decode": {*_BASE, "data", "stream", "target", "drafter", "export"},
     "export": {*_BASE, "data", "stream", "target", "drafter"},
     "demo": {*_BASE, "data", "target"},

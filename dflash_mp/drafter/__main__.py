@@ -65,7 +65,7 @@ def run(config: RunConfig) -> None:
             + (f"resuming after step {trainer.step}" if trainer.step else "from the start")
         )
         stop.training = True
-        finished = train(trainer, client, report, state.save, lambda: stop.requested is not None)
+        finished = train(trainer, client, report, state.save, lambda: stop.requested is not None, client.feeding)
         compiled = trainer.compilations.after_warm_up
         if compiled:
             report.say(f"warning: {compiled} graphs were compiled after warm-up; shapes should not have changed")

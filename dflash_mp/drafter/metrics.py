@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+_BOOKKEEPING = ("weight", "waited", "longest_wait", "stop", "tokens")
 _SCALARS = (
     "loss",  # Σ weight · cross-entropy
     "weight",  # Σ weight
@@ -19,21 +20,27 @@ _SCALARS = (
     "supervised",  # supervised tokens of the rows
     "covered",  # of those, tokens that are a label of some block
     "tokens",  # tokens of the rows, padding included
-    "waited",  # seconds this rank waited for rows, summed over ranks
     "stop",  # ranks that were asked to stop
 )
 
 
 class StepSums:
-    """Additive sums of a step, float64 on `device`: one vector, so that one all-reduce adds everything."""
+    """Additive sums of a step, float64 on `device`: one vector, so that one all-reduce adds everything.
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
-        self.values = torch.zeros(len(_SCALARS) + 2 * block_size, dtype=torch.float64, device=device)
+    What must not be added over ranks, the seconds that each of `ranks` waited for rows, has a place for each.
+    """
+
+    def __init__(self, block_size: int, device: torch.device, ranks: int = 1) -> None:
+        self.block_size, self.ranks = block_size, ranks
+        self.values = torch.zeros(len(_SCALARS) + 2 * block_size + ranks, dtype=torch.float64, device=device)
 
     def add(self, name: str, value: torch.Tensor | float) -> None:
         """Add to a scalar sum; a tensor stays on the device (no synchronisation)."""
         self.values[_SCALARS.index(name)] += value
+
+    def add_wait(self, rank: int, seconds: float) -> None:
+        """Add to the seconds that `rank` waited for rows."""
+        self.values[len(_SCALARS) + 2 * self.block_size + rank] += seconds
 
     def add_blocks(self, correct: torch.Tensor, valid: torch.Tensor) -> None:
         """Add the outcome of blocks: `correct` and `valid`, bool [blocks, B]; slot 0 is never valid."""
@@ -44,14 +51,15 @@ class StepSums:
         self.add("accepted", (used * (1 + run)).sum())
         base = len(_SCALARS)
         self.values[base : base + self.block_size] += right.sum(0)
-        self.values[base + self.block_size :] += valid.sum(0)
+        self.values[base + self.block_size : base + 2 * self.block_size] += valid.sum(0)
 
     def figures(self) -> Figures:
         """The figures of these sums; synchronises with the device."""
         sums = self.values.tolist()
         named = dict(zip(_SCALARS, sums, strict=False))
         base = len(_SCALARS)
-        right, valid = sums[base : base + self.block_size], sums[base + self.block_size :]
+        end = base + 2 * self.block_size
+        right, valid, waits = sums[base : base + self.block_size], sums[base + self.block_size : end], sums[end:]
         return Figures(
             loss=_ratio(named["loss"], named["weight"]),
             weight=named["weight"],
@@ -60,7 +68,8 @@ class StepSums:
             accuracy_per_slot=tuple(_ratio(r, v) for r, v in zip(right[1:], valid[1:], strict=True)),
             coverage=_ratio(named["covered"], named["supervised"]),
             tokens=int(named["tokens"]),
-            waited=named["waited"],
+            waited=sum(waits),
+            longest_wait=max(waits),
             stop=named["stop"] > 0,
         )
 
@@ -76,12 +85,13 @@ class Figures:
     accuracy_per_slot: tuple[float, ...]  # slots 1 … B − 1
     coverage: float  # share of supervised tokens that some block predicted
     tokens: int
-    waited: float  # seconds, summed over ranks
+    waited: float  # seconds that ranks waited for rows, summed over ranks
+    longest_wait: float  # of the rank that waited longest
     stop: bool  # some rank was asked to stop
 
     def public(self) -> dict[str, Any]:
         """What goes to logs: everything but the bookkeeping."""
-        return {key: value for key, value in asdict(self).items() if key not in ("weight", "waited", "stop", "tokens")}
+        return {key: value for key, value in asdict(self).items() if key not in _BOOKKEEPING}
 
 
 def _ratio(numerator: float, denominator: float) -> float:

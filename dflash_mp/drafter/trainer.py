@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from dflash_mp.config import RunConfig
 from dflash_mp.drafter import schedule
+from dflash_mp.drafter.balance import Balance, RowWaits
 from dflash_mp.drafter.batch import BatchLoader, MicroBatch
 from dflash_mp.drafter.loss import BlockLoss
 from dflash_mp.drafter.metrics import Figures, StepSums
@@ -28,6 +29,7 @@ from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.drafter.world import World
+from dflash_mp.stream.pace import FeedersPace
 from dflash_mp.stream.plan import StreamPlan
 
 
@@ -54,8 +56,12 @@ def train(
     report: Reporter,
     save: Callable[[Trainer], None],
     stop_requested: Callable[[], bool],
+    feeding: Callable[[], FeedersPace | None] = lambda: None,
 ) -> bool:
-    """Train to the last step, or until some rank was asked to stop; False in that case. Saves at the end either way."""
+    """Train to the last step, or until some rank was asked to stop; False in that case. Saves at the end either way.
+
+    `feeding` says what the feeders could make: with it, `report` hears which side waits for which.
+    """
     options, world = trainer.config.train, trainer.world
     if trainer.step == options.steps:
         return True
@@ -65,15 +71,17 @@ def train(
     if trainer.step == 0:
         with trainer.compilations.during("held-out"):
             measure_held_out(trainer, held_out, report)
-    meter = _Meter()
+    meter, balance = _Meter(), Balance(options, world.size, feeding)
     while trainer.step < options.steps:
+        started = time.perf_counter()
         with trainer.compilations.during("step"):
             figures, norm = train_step(trainer, stop_requested())
         meter.add(figures)
+        balance.add(time.perf_counter() - started, figures.longest_wait)
         last = trainer.step == options.steps
         if trainer.step % options.log_every == 0 or last:
             rate = schedule.learning_rate(trainer.step - 1, options)
-            more = {"learning_rate": rate, "gradient_norm": norm, **meter.take(world.size)}
+            more = {"learning_rate": rate, "gradient_norm": norm, **meter.take(world.size), **balance.take()}
             more["recompilations"] = float(trainer.compilations.after_warm_up)
             report.step(trainer.step, options.steps, figures, more)
         if schedule.held_out_due(trainer.step, options):
@@ -81,6 +89,8 @@ def train(
                 measure_held_out(trainer, held_out, report)
         if trainer.step % options.checkpoint_every == 0 or last or figures.stop:
             save(trainer)
+            if (advice := balance.advice()) is not None:
+                report.say(advice)
         if figures.stop:
             return False
     return True
@@ -97,18 +107,18 @@ def warm_up(trainer: Trainer) -> None:
 def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
     """One optimizer step: its figures over all ranks and the gradient's norm. `stop`: this rank was asked to stop."""
     options, world, step = trainer.config.train, trainer.world, trainer.step
-    sums = StepSums(trainer.shape.block_size, world.device)
+    sums, waits = StepSums(trainer.shape.block_size, world.device, world.size), RowWaits(world.device)
     batches = schedule.rows_of_step(step, world.rank, world.size, options.rows_per_step, options.micro_batch_rows)
     for number, keys in enumerate(batches):
-        started = time.perf_counter()
-        batch = trainer.loader.load(keys)
-        sums.add("waited", time.perf_counter() - started)
+        with waits.waiting():
+            batch = trainer.loader.load(keys)
         with _adding_over_ranks(trainer, number + 1 == len(batches)):
             loss = trainer.objective.loss(trainer.parallel, batch)
             loss.total.backward()
         _measure(sums, batch, loss)
     trainer.loader.release()
     sums.add("stop", float(stop))
+    sums.add_wait(world.rank, waits.seconds())
     world.sum(sums.values)
     figures = sums.figures()
     norm = trainer.optimizer.step(schedule.learning_rate(step, options), figures.weight)

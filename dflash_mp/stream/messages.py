@@ -65,9 +65,7 @@ class Hello:
     expects: Expectations
     plan: StreamPlan | None  # what its checkpoint was trained on, if it resumes or has met another feeder
     lanes: Annotated[tuple[Name, ...], at_most(8)]  # ways it can take payload, best first
-    software: Software = field(
-        default=(), metadata=LATER
-    )  # who says it is answered with the other fields that came later
+    software: Software = field(default=(), metadata=LATER)  # with it, the answers have the fields that came later
 
     def __post_init__(self) -> None:
         if self.rank >= self.world:
