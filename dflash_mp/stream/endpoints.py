@@ -20,7 +20,7 @@ import zmq
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.messages import CHUNK_BYTES, HEADER_BYTES
 
-_LONGEST_IPC_PATH = 107  # bytes: sun_path of a Unix socket
+LONGEST_IPC_PATH = 107  # bytes: sun_path of a Unix socket
 _TAKEN = "stop the other feeder or program that uses it, or give another address in feed.endpoints"
 
 _ELSEWHERE = "a feeder listens on the machine that it runs on: give an address of this one in feed.endpoints"
@@ -122,11 +122,16 @@ def _set_common_options(any_socket: zmq.Socket[bytes]) -> None:
 def _check_ipc(endpoint: str, path: str) -> None:
     if not path.startswith("/"):
         raise StreamError(f"{endpoint}: the path of an ipc address must be absolute", "use ipc:///path/to/socket")
-    if len(os.fsencode(path)) > _LONGEST_IPC_PATH:
+    if len(os.fsencode(path)) > LONGEST_IPC_PATH:
         raise StreamError(
-            f"{endpoint}: the path has {len(os.fsencode(path))} bytes; a Unix socket's may have {_LONGEST_IPC_PATH}",
+            f"{endpoint}: the path has {len(os.fsencode(path))} bytes; a Unix socket's may have {LONGEST_IPC_PATH}",
             "use a shorter path in feed.endpoints, for example under /tmp",
         )
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether a tcp endpoint can be reached from this machine only."""
+    return _is_loopback(endpoint, endpoint.removeprefix("tcp://"))
 
 
 def _is_loopback(endpoint: str, address: str) -> bool:

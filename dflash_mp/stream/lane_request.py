@@ -1,0 +1,80 @@
+"""A drafter's question for a feeder's shared memory: asked by a thread of its own before each conversation, answered or given up in seconds.
+
+A feeder takes the memory before it answers, which is no wait for the stream's thread. Whatever goes wrong is a reason to use the
+in-band lane, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflash_mp.stream import ring_messages as rm
+from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.fd_passing import LaneError, connect, lane_address, receive, send
+from dflash_mp.stream.shared_memory import MappedRing
+
+_LONGEST_SECONDS = 15.0  # without a sign of progress
+
+
+@dataclass(frozen=True)
+class LaneWishes:
+    """What a drafter asks each feeder for. `cuda_device`: the ring is pinned for it."""
+
+    request: rm.RingRequest
+    cuda_device: int | None = None
+
+
+class LaneRequest:
+    """Under way from construction on. When `done`, `ring` is there or `why` says why not; `wake` is called then."""
+
+    def __init__(self, endpoint: str, wishes: LaneWishes | None, seconds: float, wake: Callable[[], None]) -> None:
+        self.ring: MappedRing | None = None
+        self.why = "switched off"
+        self.done = wishes is None
+        if wishes is None:
+            return
+        try:
+            address = lane_address(endpoint)
+        except LaneError as error:
+            self._deny(error)
+            return
+        ask = (address, wishes, min(seconds, _LONGEST_SECONDS), wake)
+        threading.Thread(target=self._main, args=ask, name="lane", daemon=True).start()
+
+    def _main(self, address: str, wishes: LaneWishes, seconds: float, wake: Callable[[], None]) -> None:
+        try:
+            self.ring = _ask(address, wishes, seconds)
+            self.done = True
+        except (LaneError, ProtocolError) as error:
+            self._deny(error)
+        except Exception as error:
+            self._deny(LaneError(f"{type(error).__name__}: {error}", "this is a bug: report it"))
+        wake()
+
+    def _deny(self, error: LaneError | ProtocolError) -> None:
+        self.why = f"{error.what}; {error.remedy}" if error.remedy else error.what
+        self.done = True
+
+
+def _ask(address: str, wishes: LaneWishes, seconds: float) -> MappedRing:
+    deadline = time.monotonic() + 10 * seconds
+    with connect(address, seconds) as connection:
+        send(connection, rm.encode(wishes.request))
+        while time.monotonic() < deadline:
+            data, fd = receive(connection)
+            try:
+                answer = rm.decode(data)
+                if isinstance(answer, rm.RingDenied):
+                    raise LaneError(answer.reason, answer.remedy)
+                if isinstance(answer, rm.RingOffer) and fd is not None:
+                    return MappedRing(fd, answer, cuda_device=wishes.cuda_device)
+                if not isinstance(answer, rm.RingProgress):
+                    raise ProtocolError("the lane's socket gave no answer to the request")
+            finally:
+                if fd is not None:
+                    os.close(fd)
+    raise LaneError(f"its memory was not there after {10 * seconds:.0f} s")
