@@ -205,6 +205,13 @@ class RunConfig(_Section):
 
     run_dir: Path = Field(description="logs, metrics and checkpoints of the run")
     seed: int = Field(0, ge=0, lt=1 << 63, description="order of rows, anchors and initial weights")
+    gpus: int | None = Field(
+        None,
+        ge=2,
+        description="GPUs of this machine that `run` shares out itself between feeders and drafters, after measuring both; "
+        "in place of feed.count, feed.endpoints, feed.devices and train.drafters. "
+        "Where target.device and train.device are both cpu: processes",
+    )
     target: TargetConfig
     data: DataConfig
     feed: FeedConfig = FeedConfig()
@@ -220,6 +227,11 @@ class RunConfig(_Section):
             raise ValueError(
                 f"drafter.block_size ({self.drafter.block_size}) exceeds data.row_tokens ({self.data.row_tokens}): no block fits a row"
             )
+        if self.gpus is not None:
+            said = [f"feed.{key}" for key in ("count", "endpoints", "devices") if key in self.feed.model_fields_set]
+            said += ["train.drafters"] if "drafters" in self.train.model_fields_set else []
+            if said:
+                raise ValueError(f"gpus leaves the split to `run`, but {' and '.join(said)} set it; drop either")
         if self.stream.keys is not None and self.feed.insecure_no_auth:
             raise ValueError("stream.keys and feed.insecure_no_auth contradict each other; drop one")
         feeders, said_by = len(self.feed.endpoints), "feed.endpoints"
