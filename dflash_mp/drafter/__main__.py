@@ -23,6 +23,8 @@ from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.trainer import train
 from dflash_mp.drafter.world import World, join, leave
 from dflash_mp.errors import DflashError
+from dflash_mp.monitor.samples import rank_endpoint
+from dflash_mp.monitor.training import TrainingRecord
 from dflash_mp.process import die_with_parent
 from dflash_mp.stream.client import RowClient, StopRequest
 from dflash_mp.stream.plan import StreamPlan
@@ -52,13 +54,17 @@ def run(config: RunConfig) -> None:
     world = join(config)
     found = checkpoint.find(config.run_dir) if world.rank == 0 else None
     resumed_plan = state.plan_of(checkpoint.read_state(found), found) if found is not None else None
+    record = TrainingRecord(steps=config.train.steps)
     with (
-        Reporter(config.run_dir, world.rank == 0, config.train.wandb_project) as report,
+        Reporter.of(config, world.rank == 0, record) as report,
         _client(config, world, resumed_plan, stop) as client,
+        rank_endpoint(config, world.rank, client.counters, world.device, record),
     ):
         plan = client.connect()
+        record.tokens_per_step = config.train.rows_per_step * plan.data.row_tokens
         weights = client.fetch_weights()
         trainer = state.build_trainer(config, plan, weights.embedding, weights.head, client, world, found)
+        record.resume(trainer.step)
         report.say(
             f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {world.size} drafter process"
             f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "

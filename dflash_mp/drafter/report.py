@@ -1,5 +1,5 @@
-"""What rank 0 tells about a run: a line on the terminal, one JSON object per line in `metrics.jsonl`, TensorBoard curves, and
-Weights & Biases when a project is configured.
+"""What rank 0 tells about a run: a line on the terminal, one JSON object per line in `metrics.jsonl`, TensorBoard curves, the figures
+behind the metrics endpoint, and trackers elsewhere where they are configured (`dflash_mp.drafter.trackers`).
 
 `metrics.jsonl` is appended to; after a resume, steps that are trained again appear again, and the later line counts.
 """
@@ -7,10 +7,9 @@ Weights & Biases when a project is configured.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,23 +17,39 @@ from typing import Any
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from dflash_mp.config import RunConfig
 from dflash_mp.drafter.metrics import Figures
-from dflash_mp.errors import ConfigError, DflashError
+from dflash_mp.drafter.trackers import MlflowService, RemoteTracker, Service, WandbService, curves
+from dflash_mp.errors import DflashError
+from dflash_mp.monitor.training import TrainingRecord
 
 
 class Reporter:
-    """Writes the figures of a run below `run_dir`. On ranks other than 0 it writes nothing."""
+    """Writes the figures of a run below `run_dir`, and hands them to `record`. On ranks other than 0 it writes nothing."""
 
-    def __init__(self, run_dir: Path, enabled: bool, wandb_project: str | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, enabled: bool, services: Sequence[Service] = (), record: TrainingRecord | None = None
+    ) -> None:
         self.enabled = enabled
         self.console = Console(highlight=False, soft_wrap=True)
         self._run_dir = run_dir
+        self._record = record or TrainingRecord()
         if enabled:
             with self._writing():
                 run_dir.mkdir(parents=True, exist_ok=True)
                 self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
                 self._curves = SummaryWriter(str(run_dir / "tensorboard"))
-        self._wandb = _wandb_run(run_dir, wandb_project) if enabled and wandb_project else None
+        self._trackers = [RemoteTracker(service, self.say) for service in services] if enabled else []
+
+    @staticmethod
+    def of(config: RunConfig, enabled: bool, record: TrainingRecord) -> Reporter:
+        """The reporter of this run's configuration. Raises `ConfigError` when a tracker's package is missing."""
+        services: list[Service] = []
+        if enabled and config.train.wandb_project:
+            services.append(WandbService(config.run_dir, config.train.wandb_project))
+        if enabled and config.train.mlflow_experiment:
+            services.append(MlflowService(config.run_dir, config.train.mlflow_experiment))
+        return Reporter(config.run_dir, enabled, services, record)
 
     def __enter__(self) -> Reporter:
         return self
@@ -46,8 +61,8 @@ class Reporter:
             with contextlib.suppress(OSError) if error else self._writing():  # the first error is the one to tell
                 self._lines.close()
                 self._curves.close()
-            if self._wandb is not None:
-                self._wandb.finish(exit_code=1 if error else 0)
+            for tracker in self._trackers:
+                tracker.close(failed=error is not None)
 
     def say(self, text: str) -> None:
         """One line on the terminal."""
@@ -78,14 +93,11 @@ class Reporter:
         with self._writing():
             self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **figures}) + "\n")
             self._lines.flush()
-        if self._wandb is not None:
-            self._wandb.log({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
-            for name, value in figures.items():
-                if isinstance(value, tuple):
-                    for slot, slot_value in enumerate(value, start=1):
-                        self._curves.add_scalar(f"{kind}/{name}/{slot:02d}", slot_value, step)
-                else:
-                    self._curves.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in curves(figures):
+                self._curves.add_scalar(f"{kind}/{name}", value, step)
+        self._record.update(kind, step, figures)
+        for tracker in self._trackers:
+            tracker.put(kind, step, figures)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -96,16 +108,3 @@ class Reporter:
                 f"cannot write the figures of the run to {self._run_dir}: {error.strerror or error}",
                 "free space or permissions there; the same command resumes from the last checkpoint",
             ) from error
-
-
-def _wandb_run(run_dir: Path, project: str) -> Any:
-    """A Weights & Biases run that a resumed training goes on with. Whether it is online is WANDB_MODE's and the login's affair."""
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "train.wandb_project is set, but wandb is not installed",
-            "pip install 'dflash-mp[wandb]', or leave train.wandb_project out",
-        ) from None
-    identity = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
-    return wandb.init(project=project, name=run_dir.name, id=identity, resume="allow", dir=str(run_dir))

@@ -21,6 +21,7 @@ from dflash_mp.data.encoding import tokenizer_fingerprint
 from dflash_mp.data.row import RowKey
 from dflash_mp.data.store import PreparedDataset, open_dataset
 from dflash_mp.errors import ConfigError, DataError
+from dflash_mp.monitor.samples import feeder_endpoint
 from dflash_mp.process import die_with_parent
 from dflash_mp.stream.endpoints import check_available
 from dflash_mp.stream.feeder import Compute, FeederService
@@ -53,17 +54,20 @@ def feed(config: RunConfig, index: int) -> None:
     plan = make_plan(config, dataset, target)
     capture = Capture(target)
     capture.self_check(dataset.row("train", 0))
-    with FeederService(
-        endpoint,
-        plan,
-        FrozenWeights(target.embedding, target.head),
-        run=expectations(config).run,
-        silent_seconds=config.stream.silent_seconds,
-        memory_mib=config.feed.memory_mib,
-        insecure_no_auth=config.feed.insecure_no_auth,
-        keys=keys,
-        pin=target.device.type == "cuda",
-    ) as service:
+    with (
+        FeederService(
+            endpoint,
+            plan,
+            FrozenWeights(target.embedding, target.head),
+            run=expectations(config).run,
+            silent_seconds=config.stream.silent_seconds,
+            memory_mib=config.feed.memory_mib,
+            insecure_no_auth=config.feed.insecure_no_auth,
+            keys=keys,
+            pin=target.device.type == "cuda",
+        ) as service,
+        feeder_endpoint(config, index, service.counters, target.device),
+    ):
         log.info(
             "serving %s on %s: %d rows of %d tokens, layers %s of %s, %s on %s",
             plan.target.name,
