@@ -64,12 +64,14 @@ class StoppedWaiting(StreamError):
 
 @dataclass(frozen=True)
 class ClientStats:
-    """Totals since the connection. `seconds_waited` was spent in `take`; `reasked` counts rows that had to be asked for again."""
+    """Totals since the connection. `seconds_waited` was spent in `take`; `reasked` counts rows that had to be asked for again,
+    `duplicates` rows that came twice, because the feeder asked first was late."""
 
     rows: int
     bytes: int
     seconds_waited: float
     reasked: int
+    duplicates: int
     checksum_errors: int
     rows_by_feeder: dict[str, int]
 
@@ -180,7 +182,7 @@ class RowClient:
         if plan is None:
             raise RuntimeError("a live feeder without a plan")
         self._layout = RowLayout.of(plan)
-        self._io.window = Window(self._make_slots(self._layout))
+        self._io.window = Window(self._make_slots(self._layout), self._io.wake)
         self._raise_if_broken()
         return plan
 
@@ -228,6 +230,7 @@ class RowClient:
             bytes=window.rows * self._connected_layout().nbytes,
             seconds_waited=window.seconds_waited,
             reasked=window.reasked,
+            duplicates=window.duplicates,
             checksum_errors=self._io.checksum_errors,
             rows_by_feeder={link.endpoint: link.rows for link in self._io.links},
         )
@@ -323,9 +326,9 @@ class RowClient:
                 f"{start}: no feeder is left: {self._feeders()}",
                 "start a feeder again (dflash-mp feed); the run goes on from its last checkpoint",
             )
-        asked = "it was asked of nobody"
-        if want.state == "asked":
-            asked = f"{want.feeder} was asked {time.monotonic() - want.asked_at:.0f} s ago"
+        now = time.monotonic()
+        asked = ", ".join(f"{r.feeder} was asked {now - r.asked_at:.0f} s ago" for r in want.requests)
+        asked = asked or "it was asked of nobody"
         return StreamError(
             f"{start}: {asked}; {self._feeders()}",
             "look at the feeder's log; if a row takes that long, raise stream.row_seconds",

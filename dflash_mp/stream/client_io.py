@@ -1,7 +1,7 @@
 """The drafter's stream thread: keeps feeders connected, asks them for rows, and receives into the window.
 
-One poller over all links. A feeder is given at most a few rows at a time (as many as it allows), the next row in order going to the live
-feeder that owes fewest: a slow feeder thereby gets as few as it manages. Rows owed by a feeder that is lost are asked of another.
+One poller over all links. A feeder is given at most a few rows at a time (as many as it allows); which, `dealing` decides: a slow feeder
+gets as few as it manages, and what it brings too late is asked of another one, too. Rows owed by a feeder that is lost are asked of another.
 Nothing here waits longer than a poll; an exception ends the thread and surfaces in `Window.take`.
 """
 
@@ -19,6 +19,7 @@ from dflash_mp.errors import StreamError
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.dealing import LOOK_AHEAD, deal, takeovers
 from dflash_mp.stream.handshake import unmet
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout
@@ -26,12 +27,13 @@ from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.software import torch_mismatch
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsBuilder
-from dflash_mp.stream.window import Want, Window
+from dflash_mp.stream.window import Request, Want, Window
 
 log = logging.getLogger(__name__)
 _READS_PER_ROUND = 8
 _WEIGHT_REQUESTS = 4
 _BYE_SECONDS = 1.0
+_STARVING_POLL_MS = 20  # while the trainer waits and some feeder has nothing to do
 
 
 class ClientIo:
@@ -58,7 +60,7 @@ class ClientIo:
         self._leaving: m.Bye | None = None
         self._weights_link: Link | None = None
         self._weights_welcome: m.Welcome | None = None  # names the conversation in which chunks were asked for
-        self._first = itertools.count()
+        self._turns = itertools.count()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wakeup = Wakeup()
@@ -114,7 +116,8 @@ class ClientIo:
         ping_seconds = min(1.0, self._silent_seconds / 4)
         last = time.monotonic()
         while self._leaving is None:
-            ready = [polled for polled, _ in self._poller.poll(int(ping_seconds * 500))]
+            patience = _STARVING_POLL_MS if self._could_take_over() else int(ping_seconds * 500)
+            ready = [polled for polled, _ in self._poller.poll(patience)]
             if self._wakeup.fd in ready:
                 self._wakeup.clear()
             now = time.monotonic()
@@ -178,10 +181,10 @@ class ClientIo:
         log.warning("%s: lost the feeder %s: %s; %d rows asked again", self._who, link.endpoint, why, len(owed))
         self._again(owed)
 
-    def _again(self, owed: list[Want]) -> None:
-        for want in owed:
+    def _again(self, owed: list[Request]) -> None:
+        for request in owed:
             if self.window is not None:
-                self.window.again(want, counts=False, why="")
+                self.window.again(request, counts=False, why="")
         self._notify()
 
     def _notify(self) -> None:
@@ -252,46 +255,53 @@ class ClientIo:
         self._again(link.refuse(refusal))
 
     def _row(self, link: Link, row: m.Row) -> None:
-        want = link.asked.get(row.request)
-        if want is None or self.window is None:
+        request = link.asked.get(row.request)
+        if request is None or self.window is None:
             raise ProtocolError(f"ROW answers request {row.request}, which was not made")
-        first = want.received == 0
-        if row.key != want.key or row.nbytes != self.row_bytes or row.offset != want.received:
+        want = request.want
+        if row.key != want.key or row.nbytes != self.row_bytes or row.offset != request.received:
             raise ProtocolError(
                 f"ROW brings byte {row.offset} of {row.nbytes} of {row.key}; "
-                f"byte {want.received} of {self.row_bytes} of {want.key} is due"
+                f"byte {request.received} of {self.row_bytes} of {want.key} is due"
             )
-        if not first and row.checksum != want.checksum:
-            raise ProtocolError("ROW changes its checksum on the way")
-        place = want.slot.view[row.offset : row.offset + m.CHUNK_BYTES]
-        link.payload_into(place)
-        want.checksum = row.checksum
-        want.digest.update(place)
-        want.received += len(place)
-        if want.received == self.row_bytes:
-            self._row_complete(link, row, want, self.window)
+        if want.accepts(request, now := time.monotonic()):
+            if row.offset > 0 and row.checksum != want.checksum:
+                raise ProtocolError("ROW changes its checksum on the way")
+            place = want.slot.view[row.offset : row.offset + m.CHUNK_BYTES]
+            link.payload_into(place)
+            want.checksum = row.checksum
+            want.digest.update(place)
+        else:
+            link.payload_dropped(min(m.CHUNK_BYTES, self.row_bytes - row.offset))
+        request.received += min(m.CHUNK_BYTES, self.row_bytes - row.offset)
+        request.heard = now
+        if request.received == self.row_bytes:
+            self._row_complete(link, row, request, self.window)
 
-    def _row_complete(self, link: Link, row: m.Row, want: Want, window: Window) -> None:
+    def _row_complete(self, link: Link, row: m.Row, request: Request, window: Window) -> None:
         del link.asked[row.request]
         link.post(m.Release(row.request, row.slot))
-        if want.digest.intdigest() == row.checksum:
+        link.row_time.done(request.asked_at, request.heard)
+        want = request.want
+        if want.state != "asked" or want.source is not request:
+            window.duplicate(request)
+        elif want.digest.intdigest() == row.checksum:
             link.rows += 1
-            window.ready(want)
-            return
-        self.checksum_errors += 1
-        log.error("%s: %s arrived corrupted from %s", self._who, want.key, link.endpoint)
-        window.again(want, counts=True, why="it arrived corrupted")
+            window.ready(request)
+        else:
+            self.checksum_errors += 1
+            log.error("%s: %s arrived corrupted from %s", self._who, want.key, link.endpoint)
+            window.again(request, counts=True, why="it arrived corrupted")
 
     def _row_error(self, link: Link, error: m.RowError) -> None:
-        want = link.asked.pop(error.request, None)
-        if want is None or self.window is None:
+        request = link.asked.pop(error.request, None)
+        if request is None or self.window is None:
             raise ProtocolError(f"ROW_ERROR answers request {error.request}, which was not made")
-        self.errors["row_failed"] += 1
         if error.retryable:
-            log.warning("%s: %s could not make %s: %s", self._who, link.endpoint, want.key, error.reason)
-            self.window.again(want, counts=True, why=error.reason)
+            log.warning("%s: %s could not make %s: %s", self._who, link.endpoint, request.want.key, error.reason)
+            self.window.again(request, counts=True, why=error.reason)
         else:
-            self.window.fail(want, error.reason)
+            self.window.fail(request, error.reason)
 
     def _weights(self, link: Link, message: m.Weights) -> None:
         if self.weights is None or link is not self._weights_link:
@@ -310,30 +320,36 @@ class ClientIo:
             return
         if link is None or link.welcome is not self._weights_welcome:  # another feeder, or another conversation
             weights.forget_requests()
-            self._weights_link = link = self._least_asked(None)
+            self._weights_link = link = self._for_weights()
             self._weights_welcome = None if link is None else link.welcome
         if link is not None:
             for request in weights.requests(_WEIGHT_REQUESTS):
                 link.post(request)
 
     def _ask_for_rows(self) -> None:
+        window = self.window
+        if window is None:
+            return
+        now, live = time.monotonic(), self.live()
         batches: dict[str, tuple[Link, list[m.RowRequest]]] = {}
-        while self.window is not None and (want := self.window.waiting()) is not None:
-            link = self._least_asked(want.feeder if want.attempts else None)
-            if link is None:
-                break
-            self.window.asked(want, link.endpoint)
-            batches.setdefault(link.endpoint, (link, []))[1].append(link.ask(want))
+        for want, link in deal(window.waiting(LOOK_AHEAD), live, now, next(self._turns)):
+            self._ask(window, want, link, batches)
+        if self._could_take_over():
+            for want, link in takeovers(window.under_way(), {link.endpoint: link for link in live}, now):
+                log.debug("%s: %s is asked of %s, too: %s is late", self._who, want.key, link.endpoint, want.feeder)
+                self._ask(window, want, link, batches)
         for link, requests in batches.values():
             link.post(m.Get(tuple(requests)))
 
-    def _least_asked(self, avoid: str | None) -> Link | None:
-        """The live link with room that owes fewest rows; not `avoid`, if there is another live one. Ties take turns."""
+    def _ask(self, window: Window, want: Want, link: Link, batches: dict[str, tuple[Link, list[m.RowRequest]]]) -> None:
+        request = window.asked(want, link.endpoint)
+        batches.setdefault(link.endpoint, (link, []))[1].append(link.ask(request))
+
+    def _could_take_over(self) -> bool:
+        """Whether the trainer waits, for a row that a feeder without work might bring sooner than the one that was asked."""
         live = self.live()
-        if len(live) > 1:
-            live = [link for link in live if link.endpoint != avoid]
-        open_ = [x for x in live if x.welcome is not None and len(x.asked) < x.welcome.outstanding]
-        if not open_:
-            return None
-        turn = next(self._first) % len(open_)
-        return min(open_[turn:] + open_[:turn], key=lambda link: len(link.asked))
+        return self.window is not None and self.window.starving and len(live) > 1 and any(not x.asked for x in live)
+
+    def _for_weights(self) -> Link | None:
+        """The live link that owes fewest rows."""
+        return min(self.live(), key=lambda link: len(link.asked), default=None)

@@ -17,9 +17,10 @@ from zmq.utils.monitor import parse_monitor_message
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.curve import HANDSHAKE_FAILURES, refusal_in, secure_drafter
+from dflash_mp.stream.dealing import RowTime
 from dflash_mp.stream.endpoints import allow_ipv6, ipc_path, set_drafter_options
 from dflash_mp.stream.keys import DrafterKeys
-from dflash_mp.stream.window import Want
+from dflash_mp.stream.window import Request
 
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
 _RETRY_SECONDS = 5.0  # after a refusal
@@ -40,7 +41,8 @@ class Link:
         self.state: State = "connecting"
         self.since = self.heard = time.monotonic()
         self.welcome: m.Welcome | None = None
-        self.asked: dict[int, Want] = {}  # by request number
+        self.asked: dict[int, Request] = {}  # by request number, oldest first
+        self.row_time = RowTime()
         self.rows = 0
         self.pong: m.Pong | None = None
         self.refusal: m.Refused | None = None
@@ -71,7 +73,7 @@ class Link:
         self.welcome, self.refusal, self.ever_live, self.hung_up = welcome, None, True, 0
         self._enter("live")
 
-    def lose(self, why: str, bye: m.Bye | None = None) -> list[Want]:
+    def lose(self, why: str, bye: m.Bye | None = None) -> list[Request]:
         """End the conversation and start anew; returns the rows that it still owed."""
         if bye is not None:
             self._unsent.append(bye)
@@ -81,7 +83,7 @@ class Link:
         self._open()
         return owed
 
-    def refuse(self, refusal: m.Refused) -> list[Want]:
+    def refuse(self, refusal: m.Refused) -> list[Request]:
         """The feeder won't have us, or we won't have it: try again later. Returns the rows that it still owed."""
         owed = self._close(0)
         self.refusal = refusal
@@ -101,11 +103,16 @@ class Link:
 
     # -- sending ------------------------------------------------------------------------------------------------------------------
 
-    def ask(self, want: Want) -> m.RowRequest:
-        """Give `want` a request number."""
+    @property
+    def most(self) -> int:
+        """Rows that may be asked for at once."""
+        return 0 if self.welcome is None else self.welcome.outstanding
+
+    def ask(self, request: Request) -> m.RowRequest:
+        """Give `request` a number."""
         self._requests += 1
-        self.asked[self._requests] = want
-        return m.RowRequest(self._requests, want.key)
+        self.asked[self._requests] = request
+        return m.RowRequest(self._requests, request.want.key)
 
     def ping(self, now: float, every: float) -> None:
         if now - self._pinged >= every and not self._unsent:
@@ -160,6 +167,15 @@ class Link:
             self.skip_payload()
             raise ProtocolError(f"a payload of {nbytes} bytes where {len(place)} are due")
 
+    def payload_dropped(self, nbytes: int) -> None:
+        """As `payload_into`, but nobody wants it."""
+        if self._socket is None:
+            raise ProtocolError("the connection is closed")
+        frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+        if len(frame) != nbytes or self._socket.rcvmore:
+            self.skip_payload()
+            raise ProtocolError(f"a payload of {len(frame)} bytes where {nbytes} are due")
+
     def skip_payload(self) -> None:
         """Drop what is left of the current message."""
         while self._socket is not None and self._socket.rcvmore:
@@ -211,6 +227,7 @@ class Link:
         if self.keys is not None:
             secure_drafter(self._socket, self.keys)
         self.locked_out = None
+        self.row_time = RowTime()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self._monitor.linger = 0
         self._socket.connect(self.endpoint)
@@ -218,7 +235,7 @@ class Link:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._enter("connecting")
 
-    def _close(self, linger_ms: int) -> list[Want]:
+    def _close(self, linger_ms: int) -> list[Request]:
         owed = list(self.asked.values())
         self.asked.clear()
         self._unsent.clear()

@@ -2,12 +2,13 @@
 
 Shared by the trainer's thread, which schedules, takes and releases, and the stream's thread, which asks and receives. Slots are the
 only memory for rows and there is a fixed number of them, so nothing can grow; a row is asked for when it has a slot. Rows are taken in
-the order scheduled. Every wait is bounded, and ends at once when the stream's thread fails.
+the order scheduled. A row may be asked of several feeders: the first that sends it fills the slot, what the others send is dropped and
+counted. Every wait is bounded, and ends at once when the stream's thread fails.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import threading
 import time
@@ -24,33 +25,58 @@ from dflash_mp.stream.slots import Slot
 
 _LOOK_SECONDS = 0.5  # between two looks at whether a wait is still wanted
 ATTEMPTS = 3  # times that a row is asked for before its error is final
+STALLED_SECONDS = 1.0  # without a byte, and another feeder's copy of the row is taken instead
+
+
+@dataclass(eq=False)
+class Request:
+    """A row asked of one feeder. `received` counts the bytes that came, kept or not, the last of them at `heard`."""
+
+    want: Want
+    feeder: str
+    asked_at: float
+    heard: float
+    received: int = 0
 
 
 @dataclass(eq=False)
 class Want:
-    """A row that has a slot. `feeder` is who was asked last, since `asked_at`; `received` counts the bytes that came."""
+    """A row that has a slot. `source` is the request whose bytes go there."""
 
     sequence: int
     key: RowKey
     slot: Slot
     state: Literal["waiting", "asked", "ready", "failed"] = "waiting"
-    feeder: str = ""
-    asked_at: float = 0.0
-    received: int = 0
+    requests: list[Request] = field(default_factory=list)  # that have not ended, oldest first
+    source: Request | None = None
     checksum: int = 0
     digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-    attempts: int = 0
+    feeder: str = ""  # asked last, or who sent it
+    failures: int = 0
+    failed_at: str = ""  # the feeder of the last failure
     failure: StreamError | None = None
+
+    def accepts(self, request: Request, now: float) -> bool:
+        """Whether the bytes of `request`, at its current place, belong into the slot; makes it the source if there is none that gets on."""
+        if self.state != "asked":
+            return False
+        if request.received == 0 and (self.source is None or now - self.source.heard > STALLED_SECONDS):
+            self.source, self.digest = request, xxhash.xxh3_64()
+        return self.source is request
 
 
 class Window:
     """`slots` rows ahead at most."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[Slot], starved: Callable[[], None] = lambda: None) -> None:
+        """`starved` is called when a wait begins."""
         self.changed = threading.Condition()
         self.seconds_waited = 0.0
         self.rows = 0
         self.reasked = 0
+        self.duplicates = 0
+        self.starving = False
+        self._starved = starved
         self.size = len(slots)
         self._waiting_since: float | None = None
         self._free = slots
@@ -58,7 +84,7 @@ class Window:
         self._exhausted = True
         self._numbers = itertools.count()
         self._order: deque[Want] = deque()  # not taken yet
-        self._waiting: list[tuple[int, Want]] = []  # heap of those that nobody has been asked for
+        self._waiting: list[Want] = []  # those that nobody has been asked for, in order
         self._broken: StreamError | None = None
 
     # -- trainer's thread ---------------------------------------------------------------------------------------------------------
@@ -126,39 +152,63 @@ class Window:
 
     # -- stream's thread ----------------------------------------------------------------------------------------------------------
 
-    def waiting(self) -> Want | None:
-        """The first row in order that nobody has been asked for."""
+    def waiting(self, most: int) -> list[Want]:
+        """The first rows in order that nobody has been asked for."""
         with self.changed:
-            return self._waiting[0][1] if self._waiting else None
+            return self._waiting[:most]
 
-    def asked(self, want: Want, feeder: str) -> None:
-        """`want`, got from `waiting`, has been asked of `feeder`."""
+    def under_way(self) -> list[Want]:
+        """The rows that were asked for and are not there, in order."""
         with self.changed:
-            heapq.heappop(self._waiting)
-            want.state, want.feeder, want.asked_at = "asked", feeder, time.monotonic()
-            want.attempts += 1
+            return [want for want in self._order if want.state == "asked"]
 
-    def ready(self, want: Want) -> None:
+    def asked(self, want: Want, feeder: str) -> Request:
+        """`want` is asked of `feeder`, as the first or as one more."""
         with self.changed:
-            want.state = "ready"
+            if want.state == "waiting":
+                self._waiting.remove(want)
+                want.state = "asked"
+            now = time.monotonic()
+            request = Request(want, feeder, now, now)
+            want.requests.append(request)
+            want.feeder = feeder
+            return request
+
+    def ready(self, request: Request) -> None:
+        """The source of a row has sent all of it, and it is right."""
+        with self.changed:
+            want = request.want
+            want.requests.remove(request)
+            want.state, want.feeder = "ready", request.feeder
             self.changed.notify_all()
 
-    def again(self, want: Want, counts: bool, why: str) -> None:
-        """Have the row asked for again; if the attempt `counts` and was the last, it fails because of `why`."""
+    def duplicate(self, request: Request) -> None:
+        """A feeder has sent all of a row that came from another."""
         with self.changed:
-            if counts and want.attempts >= ATTEMPTS:
-                self._fail(want, f"{why} ({want.attempts} attempts)")
-                return
-            if not counts:
-                want.attempts -= 1
-            self.reasked += 1
-            want.state, want.received, want.digest = "waiting", 0, xxhash.xxh3_64()
-            heapq.heappush(self._waiting, (want.sequence, want))
+            self.duplicates += 1
+            request.want.requests.remove(request)
+            self._ask_if_nobody_sends(request.want)
 
-    def fail(self, want: Want, why: str) -> None:
+    def again(self, request: Request, counts: bool, why: str) -> None:
+        """The request failed: another feeder sends the row, or it is asked for again; if that `counts` too often, it fails because of `why`."""
+        with self.changed:
+            want = request.want
+            want.requests.remove(request)
+            if want.source is request:
+                want.source = None
+            if counts:
+                want.failures += 1
+                want.failed_at = request.feeder
+            if want.failures >= ATTEMPTS and want.state == "asked":
+                self._fail(want, request.feeder, f"{why} ({want.failures} attempts)")
+            self._ask_if_nobody_sends(want)
+
+    def fail(self, request: Request, why: str) -> None:
         """The row can't be had."""
         with self.changed:
-            self._fail(want, why)
+            request.want.requests.remove(request)
+            if request.want.state == "asked":
+                self._fail(request.want, request.feeder, why)
 
     def break_off(self, error: StreamError) -> None:
         """No row will come any more."""
@@ -187,8 +237,15 @@ class Window:
                 return
             want = Want(next(self._numbers), key, self._free.pop())
             self._order.append(want)
-            heapq.heappush(self._waiting, (want.sequence, want))
+            self._waiting.append(want)
 
-    def _fail(self, want: Want, why: str) -> None:
-        want.state, want.failure = "failed", StreamError(f"{want.feeder} could not give {want.key}: {why}")
+    def _ask_if_nobody_sends(self, want: Want) -> None:
+        """Of a request whose first bytes were dropped the row can't come."""
+        if want.state == "asked" and not any(r is want.source or r.received == 0 for r in want.requests):
+            self.reasked += 1
+            want.state = "waiting"
+            bisect.insort(self._waiting, want, key=lambda each: each.sequence)
+
+    def _fail(self, want: Want, feeder: str, why: str) -> None:
+        want.state, want.failure = "failed", StreamError(f"{feeder} could not give {want.key}: {why}")
         self.changed.notify_all()
