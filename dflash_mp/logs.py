@@ -56,6 +56,9 @@ class Settings:
         return {FORMAT_VARIABLE: self.format, LEVEL_VARIABLE: self.level}
 
 
+DEFAULT = Settings()
+
+
 @dataclass(frozen=True)
 class Speaker:
     """Who speaks: `role` is feeder, drafter, run or a command's name; `rank` the feeder's or drafter's number, if it has one."""

@@ -66,6 +66,16 @@ def load(config_file: Path, overrides: tuple[str, ...]) -> LoadedConfig:
     return load_config(config_file, overrides)
 
 
+def profile_option(command: F) -> F:
+    """--profile, as `profile`: words for `dflash_mp.profiling.parse_profile`."""
+    return click.option(
+        "--profile",
+        multiple=True,
+        metavar="steps=FIRST..LAST",
+        help="Write a profile of these steps to RUN/profile; ranks=N,N in a second --profile: of these ranks, not of rank 0.",
+    )(command)
+
+
 def log_options(command: F) -> F:
     """-v, -q and --log-format, kept in the context for `log_settings`."""
     for option in (

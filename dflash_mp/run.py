@@ -8,6 +8,7 @@ torchrun group, shows what they do, and ends when the drafters are done. Each pa
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -17,30 +18,52 @@ from pathlib import Path
 
 import yaml
 
-from dflash_mp import __version__
+from dflash_mp import __version__, logs
+from dflash_mp.calibration import choose, kept_split
 from dflash_mp.config import LoadedConfig, describe_config
 from dflash_mp.errors import DflashError
 from dflash_mp.preflight import RunLock, check
+from dflash_mp.profiling import parse_profile
 from dflash_mp.run_view import open_view
 from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.supervisor import Part, supervise
 
+log = logging.getLogger(__name__)
 
-def run(loaded: LoadedConfig, overrides: tuple[str, ...]) -> None:
-    """Run to the end of the training or to an orderly stop. Raises `DflashError`: a check's, `PartFailed` or `Stopped`."""
+
+def run(
+    loaded: LoadedConfig,
+    overrides: tuple[str, ...],
+    profile: tuple[str, ...] = (),
+    settings: logs.Settings = logs.DEFAULT,
+) -> None:
+    """Run to the end of the training or to an orderly stop. `profile`: values of --profile; the parts log as `settings` say.
+
+    Raises `DflashError`: a check's, `PartFailed` or `Stopped`.
+    """
     config = loaded.config
+    request = parse_profile(profile)
+    if request is not None:
+        request.check(config.train.steps, config.train.drafters)
     check(config)
-    with RunLock(config.run_dir), open_view(config.run_dir, config.train.steps) as view:
-        _write_config(loaded)
+    with RunLock(config.run_dir), open_view(config.run_dir, config.train.steps, settings) as view:
         try:
-            number = supervise(plan(loaded, overrides), view, environment())
+            loaded, overrides = choose(loaded, overrides, view, environment(settings))
+            _write_config(loaded)
+            number = supervise(plan(loaded, overrides, profile), view, environment(settings))
         finally:
             remove_if_empty(config)
     if number is not None:
-        print(f"stopped by {number.name} after step {_last_step(config.run_dir)}; the same command goes on from there")
+        step = _last_step(config.run_dir)
+        log.info(
+            "stopped by %s after step %d; the same command goes on from there",
+            number.name,
+            step,
+            extra=logs.facts("stopped", signal=number.name, step=step),
+        )
 
 
-def plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> list[Part]:
+def plan(loaded: LoadedConfig, overrides: tuple[str, ...], profile: tuple[str, ...] = ()) -> list[Part]:
     """The parts that `run` starts, feeders first."""
     config, logs = loaded.config, loaded.config.run_dir / "logs"
     options = ["--config", str(loaded.file), *(word for text in overrides for word in ("--set", text))]
@@ -57,26 +80,31 @@ def plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> list[Part]:
     torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(config.train.drafters))
     # Through `child`, so that a rank dies with torchrun while it still imports, too.
     drafters = (*python, *torchrun, "-m", "dflash_mp.child", *python, "dflash_mp.drafter", *options)
+    drafters += tuple(word for text in profile for word in ("--profile", text))
     return [*feeders, Part("drafters", drafters, logs / "drafters.log", leads=True)]
 
 
-def describe_plan(loaded: LoadedConfig, overrides: tuple[str, ...]) -> Iterator[str]:
+def describe_plan(loaded: LoadedConfig, overrides: tuple[str, ...], profile: tuple[str, ...] = ()) -> Iterator[str]:
     """Lines for `--plan`: every option with its value and source, then the commands."""
     rows = list(describe_config(loaded))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     yield f"{'option':{widths[0]}}  {'value':{widths[1]}}  source"
     for key, value, source in rows:
         yield f"{key:{widths[0]}}  {value:{widths[1]}}  {source}"
-    for part in plan(loaded, overrides):
+    if loaded.config.gpus is not None:
+        kept = kept_split(loaded.config)
+        yield ""
+        yield f"gpus: {'measured first' if kept is None else '{} feed, {} train'.format(*kept)}; one of each side:"
+    for part in plan(loaded, overrides, profile):
         yield ""
         yield f"{part.name}, output to {part.log}:"
         yield f"  {shlex.join(part.command)}"
 
 
-def environment() -> dict[str, str]:
+def environment(settings: logs.Settings = logs.DEFAULT) -> dict[str, str]:
     """That of the parts. Processes that share cores must sleep in barriers, not spin; the rest keeps collectives on this machine and logs prompt."""
     defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **os.environ, **settings.environment(), "PYTHONUNBUFFERED": "1"}
 
 
 def _last_step(run_dir: Path) -> int:

@@ -1,4 +1,4 @@
-"""What `dflash-mp run` shows: one live view on a terminal, prefixed lines elsewhere.
+"""What `dflash-mp run` shows: one live view on a terminal; elsewhere, and as JSON, the lines of its parts.
 
 Both read what the parts write (their log files and `metrics.jsonl`) and never stand between a part and its log: a slow terminal slows
 nothing. Each reads at most a MiB of a log at a time; lines that are not metrics are skipped, not failed on.
@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dflash_mp import logs
 from dflash_mp.supervisor import Running
 
 _READ_BYTES = 1 << 20
@@ -51,17 +52,29 @@ class LogTail:
 
 
 class PlainView:
-    """Prints each new line of each part with the part's name before it."""
+    """Passes on each new line of each part. Lines of a log say themselves who speaks and when; others get their part's name, or
+    become an object of their own when the log is JSON.
+    """
 
-    def __init__(self, out: Any = None) -> None:
+    def __init__(self, out: Any = None, settings: logs.Settings = logs.DEFAULT) -> None:
         self._out = out or sys.stdout
+        self._settings = settings
         self._tails: dict[str, LogTail] = {}
 
     def __call__(self, running: Sequence[Running]) -> None:
         for one in running:
             tail = self._tails.setdefault(one.part.name, LogTail(one.part.log, one.log_start))
             for line in tail.new_lines():
-                print(f"[{one.part.name}] {line}", file=self._out, flush=True)
+                self._out.write(f"{self._said(one.part.name, line)}\n")
+            self._out.flush()
+
+    def _said(self, part: str, line: str) -> str:
+        if logs.is_line(line):
+            return line
+        if self._settings.format == "json":
+            role, _, number = part.partition(" ")
+            return logs.line(logs.Speaker(role, int(number) if number.isdigit() else None), self._settings, line)
+        return f"[{part}] {logs.redacted(line)}"
 
     def __enter__(self) -> PlainView:
         return self
@@ -124,10 +137,11 @@ class LiveView:
         return Group(head, parts, *events)
 
 
-def open_view(run_dir: Path, steps: int) -> LiveView | PlainView:
+def open_view(run_dir: Path, steps: int, settings: logs.Settings) -> LiveView | PlainView:
     """The view for where the output goes; a context manager to be called with the running parts."""
     console = Console()
-    return LiveView(run_dir, steps, console) if console.is_terminal else PlainView()
+    live = console.is_terminal and settings.format == "text" and settings.level in ("debug", "info")
+    return LiveView(run_dir, steps, console) if live else PlainView(settings=settings)
 
 
 def parse_metrics(line: str) -> dict[str, Any]:

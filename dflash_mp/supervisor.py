@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from dflash_mp import logs
 from dflash_mp.errors import DflashError
 from dflash_mp.process import MARK, children_of, mark_of, marked_processes, send_signal
 
@@ -76,7 +77,10 @@ class Running:
         part.log.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         with part.log.open("ab") as log:
-            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(part.command)}\n".encode())
+            head = logs.line(
+                logs.Speaker("run"), logs.Settings.of(environment), f"starts {part.name}: {shlex.join(part.command)}"
+            )
+            log.write(f"{head}\n".encode())
             log.flush()
             self.log_start = log.tell()
             self.process = subprocess.Popen(

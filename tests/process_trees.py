@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -83,7 +82,7 @@ class Supervised:
 def output_of(one: Part) -> str:
     """What a part printed since its last start."""
     log = one.log.read_text() if one.log.exists() else ""
-    return log.rpartition(shlex.join(one.command) + "\n")[2]
+    return log.rpartition(f" run | starts {one.name}: ")[2].partition("\n")[2]
 
 
 @contextmanager

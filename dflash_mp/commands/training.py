@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, config_options, load
+from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 
 
 @click.command(cls=Command)
 @config_options
+@log_options
 @click.option(
     "--show", default=0, metavar="N", help="Print the first N prepared documents with the supervised part marked."
 )
@@ -21,11 +23,13 @@ def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: boo
     from dflash_mp.data.report import prepare_and_report
     from dflash_mp.target.tokenizer import load_tokenizer
 
+    start_logs("prepare")
     prepare_and_report(config.data, load_tokenizer(config.target), seed=config.seed, show=show, force=force)
 
 
 @click.command(cls=Command)
 @config_options
+@log_options
 @click.option(
     "--index", default=0, type=click.IntRange(0), show_default=True, help="Which of the run's feeders this is."
 )
@@ -34,6 +38,7 @@ def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
     config = load(config_file, overrides).config
     from dflash_mp.target.feed import feed as serve
 
+    start_logs("feeder", index)
     serve(config, index)
 
 
@@ -50,14 +55,16 @@ def keygen(directory: Path, name: str | None) -> None:
 
 @click.command(cls=Command)
 @config_options
+@profile_option
+@log_options
 @click.option("--plan", is_flag=True, help="Print every option with its source and the commands, and start nothing.")
-def run(config_file: Path, overrides: tuple[str, ...], plan: bool) -> None:
+def run(config_file: Path, overrides: tuple[str, ...], profile: tuple[str, ...], plan: bool) -> None:
     """Start feeders and drafters on this machine and see them through. The same command resumes."""
     loaded = load(config_file, overrides)
     from dflash_mp import run as launcher
 
     if plan:
-        for line in launcher.describe_plan(loaded, overrides):
+        for line in launcher.describe_plan(loaded, overrides, profile):
             click.echo(line)
     else:
-        launcher.run(loaded, overrides)
+        launcher.run(loaded, overrides, profile, start_logs("run", out=sys.stdout))

@@ -8,6 +8,7 @@ A second signal, or one before training begins, ends the process at once. Other 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,43 +18,64 @@ from types import FrameType
 
 import click
 
-from dflash_mp.config import RunConfig, load_config
+from dflash_mp import logs
+from dflash_mp.config import RunConfig
 from dflash_mp.drafter import checkpoint, state
 from dflash_mp.drafter.report import Reporter
+from dflash_mp.drafter.step_profile import StepProfile
 from dflash_mp.drafter.trainer import train
 from dflash_mp.drafter.world import World, join, leave
 from dflash_mp.errors import DflashError
+from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 from dflash_mp.monitor.samples import rank_endpoint
 from dflash_mp.monitor.training import TrainingRecord
 from dflash_mp.process import die_with_parent
+from dflash_mp.profiling import ProfileRequest, parse_profile
 from dflash_mp.stream.client import RowClient, StopRequest
 from dflash_mp.stream.plan import StreamPlan
 
+log = logging.getLogger("dflash_mp.drafter")
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "-c", "--config", "config_file", required=True, type=click.Path(path_type=Path), help="YAML file of the run."
+
+@click.command(
+    cls=Command,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    examples=(
+        "torchrun --nproc-per-node 4 -m dflash_mp.drafter -c run.yaml",
+        "python -m dflash_mp.drafter -c run.yaml --set train.steps=100    # a single rank",
+        "torchrun --nproc-per-node 4 -m dflash_mp.drafter -c run.yaml --profile steps=10..15 --profile ranks=0,3",
+    ),
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")
-def main(config_file: Path, overrides: tuple[str, ...]) -> None:
+@config_options
+@profile_option
+@log_options
+def main(config_file: Path, overrides: tuple[str, ...], profile: tuple[str, ...]) -> None:
     """Train a drafter as one of the ranks that torchrun starts."""
-    rank = os.environ.get("RANK", "0")
     try:
         die_with_parent()
-        run(load_config(config_file, overrides).config)
+        start_logs("drafter", int(os.environ.get("RANK", "0")))
+        run(load(config_file, overrides).config, parse_profile(profile))
     except DflashError as error:
-        click.secho(f"rank {rank}: {error}", fg="red", err=True)
+        log.error("%s", error, extra=logs.facts("failed", exit_code=error.exit_code))
         # Other ranks may sit in a collective that this one will never join; torchrun ends them when this process is gone.
         sys.stderr.flush()
         os._exit(error.exit_code)
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, profile: ProfileRequest | None = None) -> None:
     """Join the ranks, connect, train, leave. Raises `DflashError`."""
     stop = _Signals()
     world = join(config)
+    if profile is not None:
+        profile.check(config.train.steps, world.size)
     found = checkpoint.find(config.run_dir) if world.rank == 0 else None
-    resumed_plan = state.plan_of(checkpoint.read_state(found), found) if found is not None else None
+    resumed_plan = None
+    if found is not None:
+        resumed = checkpoint.read_state(found)
+        resumed_plan = state.plan_of(resumed, found)
+        if profile is not None:
+            profile.check_resumed(resumed["step"])
+    steps = StepProfile(profile, config.run_dir, world.rank, world.device)
     record = TrainingRecord(steps=config.train.steps)
     with (
         Reporter.of(config, world.rank == 0, record) as report,
@@ -71,7 +93,7 @@ def run(config: RunConfig) -> None:
             + (f"resuming after step {trainer.step}" if trainer.step else "from the start")
         )
         stop.training = True
-        finished = train(trainer, client, report, state.save, lambda: stop.requested is not None, client.feeding)
+        finished = train(trainer, client, report, state.save, lambda: stop.requested is not None, client.feeding, steps)
         compiled = trainer.compilations.after_warm_up
         if compiled:
             report.say(f"warning: {compiled} graphs were compiled after warm-up; shapes should not have changed")

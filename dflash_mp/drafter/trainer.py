@@ -28,6 +28,7 @@ from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.drafter.step_profile import StepProfile, span
 from dflash_mp.drafter.world import World
 from dflash_mp.stream.pace import FeedersPace
 from dflash_mp.stream.plan import StreamPlan
@@ -57,6 +58,7 @@ def train(
     save: Callable[[Trainer], None],
     stop_requested: Callable[[], bool],
     feeding: Callable[[], FeedersPace | None] = lambda: None,
+    profile: StepProfile | None = None,
 ) -> bool:
     """Train to the last step, or until some rank was asked to stop; False in that case. Saves at the end either way.
 
@@ -72,9 +74,10 @@ def train(
         with trainer.compilations.during("held-out"):
             measure_held_out(trainer, held_out, report)
     meter, balance = _Meter(), Balance(options, world.size, feeding)
+    profile = profile or StepProfile(None, trainer.config.run_dir, world.rank, world.device)
     while trainer.step < options.steps:
         started = time.perf_counter()
-        with trainer.compilations.during("step"):
+        with trainer.compilations.during("step"), profile.around(trainer.step + 1):
             figures, norm = train_step(trainer, stop_requested())
         meter.add(figures)
         balance.add(time.perf_counter() - started, figures.longest_wait)
@@ -92,6 +95,7 @@ def train(
             if (advice := balance.advice()) is not None:
                 report.say(advice)
         if figures.stop:
+            profile.close(trainer.step)
             return False
     return True
 
@@ -110,18 +114,22 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
     sums, waits = StepSums(trainer.shape.block_size, world.device, world.size), RowWaits(world.device)
     batches = schedule.rows_of_step(step, world.rank, world.size, options.rows_per_step, options.micro_batch_rows)
     for number, keys in enumerate(batches):
-        with waits.waiting():
+        with waits.waiting(), span("data wait"):
             batch = trainer.loader.load(keys)
         with _adding_over_ranks(trainer, number + 1 == len(batches)):
-            loss = trainer.objective.loss(trainer.parallel, batch)
-            loss.total.backward()
+            with span("forward"):
+                loss = trainer.objective.loss(trainer.parallel, batch)
+            with span("backward"):
+                loss.total.backward()
         _measure(sums, batch, loss)
     trainer.loader.release()
     sums.add("stop", float(stop))
     sums.add_wait(world.rank, waits.seconds())
-    world.sum(sums.values)
-    figures = sums.figures()
-    norm = trainer.optimizer.step(schedule.learning_rate(step, options), figures.weight)
+    with span("reduce"):
+        world.sum(sums.values)
+        figures = sums.figures()
+    with span("optimizer"):
+        norm = trainer.optimizer.step(schedule.learning_rate(step, options), figures.weight)
     trainer.step += 1
     return figures, norm
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_mp.config import RunConfig
+from dflash_mp.drafter.step_profile import span
 from dflash_mp.errors import ConfigError
 
 # A rank may wait `row_seconds` for a row while the others already sit in a collective.
@@ -105,6 +106,11 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
 
 
 def _sum_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    with span("reduce"):
+        return _sum_bucket(bucket)
+
+
+def _sum_bucket(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     if bucket.buffer().is_cuda:
         return work.get_future().then(lambda future: future.value()[0])

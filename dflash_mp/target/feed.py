@@ -41,7 +41,6 @@ def feed(config: RunConfig, index: int) -> None:
     """Be feeder number `index` of the run. Raises `DflashError` for what the user can cure."""
     die_with_parent()
     endpoint, config = _placed(config, index)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s feeder {index} | %(message)s", datefmt="%H:%M:%S")
     if config.feed.insecure_no_auth:
         log.warning("feed.insecure_no_auth is set: whoever can reach %s can take rows and weights", endpoint)
     keys = None if config.stream.keys is None else FeederKeys.load(config.stream.keys)
