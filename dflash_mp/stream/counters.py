@@ -67,7 +67,7 @@ def feeder_counters(peers: Peers, io: FeederIo, pool: SlotPool, layout: RowLayou
         time_spent=peers.time_spent(),
         queued_rows=peers.queued(),
         held_rows=peers.held(),
-        slot_bytes=pool.made * layout.nbytes,
+        slot_bytes=(pool.made + peers.ring_rows()) * layout.nbytes,
         current_row_seconds=max(0.0, time.monotonic() - since),
         errors={
             "malformed": io.malformed,

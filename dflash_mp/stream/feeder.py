@@ -23,7 +23,6 @@ from dflash_mp.errors import DflashError, StreamError
 from dflash_mp.stream.counters import FeederCounters, feeder_counters
 from dflash_mp.stream.feeder_io import FeederIo
 from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Job, Peers
-from dflash_mp.stream.handshake import INBAND
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.messages import Bye, reason
@@ -120,6 +119,7 @@ class FeederService:
             weights=WeightsServer(weights, plan),
             silent_seconds=silent_seconds,
             keys=keys,
+            cuda_device=torch.cuda.current_device() if pin and torch.cuda.is_available() else None,
         )
         self._meter = _Meter(self._peers, self.layout)
         self._pool = pool
@@ -133,7 +133,7 @@ class FeederService:
     @property
     def slot_bytes(self) -> int:
         """Memory that rows take up now."""
-        return self._pool.made * self.layout.nbytes
+        return (self._pool.made + self._peers.ring_rows()) * self.layout.nbytes
 
     def serve(self, compute: Compute, stop: threading.Event, stats_seconds: float = 10.0) -> None:
         """Answer drafters until `stop` is set, then take leave of them.
@@ -192,7 +192,7 @@ class FeederService:
             log.exception("%s could not be made", job.key)
             self._peers.fail(job, reason(f"{type(error).__name__}: {error}"), retryable=True)
         else:
-            self._peers.finish(job, xxhash.xxh3_64_intdigest(slot.view))
+            self._peers.finish(job, xxhash.xxh3_64_intdigest(slot.view) if job.peer.checksums else 0)
         self._io.wake()
 
     def _log_notes(self) -> None:
@@ -223,7 +223,7 @@ class _Meter:
             blocked=blocked / seconds,
             malformed=malformed,
             drafters=tuple(
-                DrafterStatus(p.hello.peer, p.hello.rank, INBAND, p.outstanding, p.rows) for p in self._peers.all()
+                DrafterStatus(p.hello.peer, p.hello.rank, p.lane, p.outstanding, p.rows) for p in self._peers.all()
             ),
         )
 

@@ -20,9 +20,11 @@ from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
 from dflash_mp.stream.feeder_peers import OUTSTANDING, Peer, Peers
-from dflash_mp.stream.handshake import INBAND, refusal
+from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, refusal
 from dflash_mp.stream.keys import FeederKeys
+from dflash_mp.stream.lane_offers import LaneOffers
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.software import own_software
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsServer
@@ -48,6 +50,7 @@ class FeederIo:
         weights: WeightsServer,
         silent_seconds: float,
         keys: FeederKeys | None,
+        cuda_device: int | None = None,
     ) -> None:
         self.notes: deque[str] = deque(maxlen=64)
         self.malformed = 0  # messages
@@ -73,9 +76,13 @@ class FeederIo:
         except BaseException:
             self._end(linger_ms=0)
             raise
+        self._lanes = LaneOffers(
+            self.endpoint, row_bytes, peers.capacity, peers.rows_in_use, cuda_device, self._note_some
+        )
         self._thread = threading.Thread(target=self._main, name="feeder-io", daemon=True)
 
     def start(self) -> None:
+        self._lanes.start()
         self._thread.start()
 
     def wake(self) -> None:
@@ -89,13 +96,14 @@ class FeederIo:
         if self._thread.ident is not None:
             self._thread.join(timeout=2 * _BYE_SECONDS)
         else:
-            self._remove_file()
+            self._remove_files()
             self._end(linger_ms=0)
         if not self._thread.is_alive():
             self._wakeup.close()
 
-    def _remove_file(self) -> None:
-        """Called while the socket still listens, so the file can't be a successor's."""
+    def _remove_files(self) -> None:
+        """Called while the socket still listens, so the files can't be a successor's."""
+        self._lanes.close()
         if path := ipc_path(self.endpoint):
             path.unlink(missing_ok=True)
 
@@ -111,7 +119,7 @@ class FeederIo:
         except BaseException as error:  # the compute thread raises it
             self.broken = error
         finally:
-            self._remove_file()
+            self._remove_files()
             self._end(linger_ms=200)
 
     def _serve(self) -> m.Bye:
@@ -145,6 +153,7 @@ class FeederIo:
 
     def _drop_silent(self, last: float) -> float:
         now = time.monotonic()
+        self._lanes.expire()
         if now - last > self._silent_seconds / 2:
             self._peers.excuse_silence()
         for peer in self._peers.remove_silent(now - self._silent_seconds):
@@ -205,8 +214,9 @@ class FeederIo:
             return
         refused = refusal(hello, self._plan, self._run)
         replaced: list[Peer] = []
+        lane, ring = self._lanes.claim(hello.peer, hello.lanes)
         if refused is None:
-            refused, replaced = self._peers.greet(identity, hello)
+            refused, replaced = self._peers.greet(identity, hello, ring)
         if refused is not None:
             self.refused += 1
             self._send(identity, refused)
@@ -215,9 +225,11 @@ class FeederIo:
         for old in replaced:
             if old.identity != identity and old.hello.incarnation != hello.incarnation:
                 self._send(old.identity, m.Refused("replaced", f"another process has connected as {hello.peer}"))
-        self.notes.append(f"{hello.peer} of {hello.world} connected, lane {INBAND}")
+        self.notes.append(f"{hello.peer} of {hello.world} connected, lane {_described(lane, ring)}")
         later = (own_software(), time.time()) if hello.software else ()
-        welcome = m.Welcome(m.VERSION, self._token, self._plan, INBAND, self._row_bytes, OUTSTANDING, *later)
+        welcome = m.Welcome(
+            m.VERSION, self._token, self._plan, lane if ring else INBAND, self._row_bytes, OUTSTANDING, *later
+        )
         self._send(identity, welcome)
 
     def _pong(self, peer: Peer, ping: m.Ping) -> None:
@@ -284,6 +296,12 @@ class FeederIo:
             self._peers.remove(peer)
             self.disconnected += 1
             self.notes.append(f"{_name(peer)} disconnected")
+
+
+def _described(why: str, ring: Ring | None) -> str:
+    if ring is not None:
+        return f"{SHARED_MEMORY} ({ring.rows} rows of {ring.row_bytes / 2**20:.2f} MiB)"
+    return f"{INBAND} ({why})" if why else INBAND
 
 
 def _name(peer: Peer) -> str:

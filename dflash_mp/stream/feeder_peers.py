@@ -1,7 +1,7 @@
 """Who a feeder serves, what each has asked for, and where its rows are: the state shared by the feeder's two threads.
 
-Everything here is bounded: a peer may have `OUTSTANDING` rows asked for and holds at most `SLOTS_PER_PEER` slots of memory, and no more
-peers are admitted than there is memory for. One that asks for more than it was told breaks the protocol, which the I/O thread
+Everything here is bounded: a peer may have `OUTSTANDING` rows asked for and holds at most `SLOTS_PER_PEER` slots of memory, or those of
+its own ring of shared memory, and no more peers are admitted than there is memory for. One that asks for more than it was told breaks the protocol, which the I/O thread
 answers by dropping it. Peers take turns, one row each; a peer's own rows keep its order. A slot is reused when its drafter released
 it or is gone: never because a send was reported done.
 
@@ -18,12 +18,14 @@ from typing import Literal
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY
 from dflash_mp.stream.messages import (
     CHUNK_BYTES,
     Get,
     GetWeights,
     Hello,
     Message,
+    Placed,
     Refused,
     Release,
     Row,
@@ -31,6 +33,7 @@ from dflash_mp.stream.messages import (
     RowRequest,
     Weights,
 )
+from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.slots import Slot, SlotPool
 from dflash_mp.stream.weights import WeightsServer
 
@@ -57,6 +60,9 @@ class Peer:
     identity: bytes
     hello: Hello
     heard: float
+    ring: Ring | None = (
+        None  # of the shared-memory lane; dies with this conversation, so nobody else's rows are ever in it
+    )
     waiting: deque[RowRequest] = field(default_factory=deque)
     transfers: dict[int, Transfer] = field(default_factory=dict)  # by request
     ready: deque[Transfer] = field(default_factory=deque)  # made, not wholly sent
@@ -67,7 +73,18 @@ class Peer:
 
     @property
     def outstanding(self) -> int:
-        return len(self.waiting) + len(self.transfers) + len(self.errors)
+        """Rows asked for and not delivered. A row in the peer's own ring is delivered when it has been told where."""
+        held = sum(t.offset == 0 for t in self.transfers.values()) if self.ring else len(self.transfers)
+        return len(self.waiting) + held + len(self.errors)
+
+    @property
+    def checksums(self) -> bool:
+        """Whether its rows are checksummed: in a ring that nobody else has, only if it asked for that."""
+        return self.ring is None or self.ring.checksums
+
+    @property
+    def lane(self) -> str:
+        return INBAND if self.ring is None else SHARED_MEMORY
 
 
 @dataclass
@@ -110,15 +127,21 @@ class Peers:
         self._doing: Literal["computing", "idle", "blocked"] = "idle"
         self._since = time.monotonic()
 
+    @property
+    def capacity(self) -> int:
+        """Rows that the feeder's memory holds."""
+        return self._pool.capacity
+
     # -- I/O thread ---------------------------------------------------------------------------------------------------------------
 
-    def greet(self, identity: bytes, hello: Hello) -> tuple[Refused | None, list[Peer]]:
+    def greet(self, identity: bytes, hello: Hello, ring: Ring | None = None) -> tuple[Refused | None, list[Peer]]:
         """Admit a drafter; returns a refusal or None, and the peers whose place it takes (they are removed)."""
         with self._changed:
             replaced = [p for p in self._peers.values() if p.hello.peer == hello.peer or p.identity == identity]
             others = len(self._peers) - len(replaced)
-            if (others + 1) * self._slots_per_peer > self._pool.capacity:
-                needed = (others + 1) * self._slots_per_peer * self._row_bytes / 2**20
+            rows = self._rows([p.ring for p in self._peers.values() if p not in replaced] + [ring])
+            if rows > self._pool.capacity:
+                needed = rows * self._row_bytes / 2**20
                 return Refused(
                     "full",
                     f"the feeder has memory for {others} drafters of {self._row_bytes / 2**20:.1f} MiB rows",
@@ -126,7 +149,7 @@ class Peers:
                 ), []
             for old in replaced:
                 self._remove(old)
-            peer = Peer(identity, hello, time.monotonic())
+            peer = Peer(identity, hello, time.monotonic(), ring)
             self._peers[identity] = peer
             self._turns.append(peer)
             return None, replaced
@@ -138,6 +161,16 @@ class Peers:
             if peer is not None:
                 peer.heard = time.monotonic()
             return peer
+
+    def rows_in_use(self, but: str) -> int:
+        """Rows of memory that belong to peers, those named `but` left out."""
+        with self._changed:
+            return self._rows([peer.ring for peer in self._peers.values() if peer.hello.peer != but])
+
+    def ring_rows(self) -> int:
+        """Rows of memory in rings."""
+        with self._changed:
+            return sum(peer.ring.rows for peer in self._peers.values() if peer.ring is not None)
 
     def get(self, peer: Peer, message: Get) -> None:
         """Queue the rows asked for. Raises `ProtocolError` if there are too many or one is asked for twice."""
@@ -170,7 +203,7 @@ class Peers:
                     f"RELEASE of request {message.request}, slot {message.slot}, which it does not hold"
                 )
             del peer.transfers[message.request]
-            self._pool.give_back(transfer.slot)
+            self._give_back(peer, transfer)
             peer.rows += 1
             self.delivered += 1
             self._changed.notify()
@@ -223,6 +256,8 @@ class Peers:
             if not peer.ready:
                 return None
             row = peer.ready[0]
+            if peer.ring is not None:
+                return Placed(row.request.request, row.request.key, row.slot.index, row.checksum), None
             header = Row(
                 row.request.request, row.request.key, row.slot.index, row.offset, self._row_bytes, row.checksum
             )
@@ -236,7 +271,7 @@ class Peers:
             elif isinstance(message, Weights):
                 peer.weights.popleft()
             else:
-                peer.ready[0].offset += CHUNK_BYTES
+                peer.ready[0].offset += self._row_bytes if isinstance(message, Placed) else CHUNK_BYTES
                 if peer.ready[0].offset >= self._row_bytes:
                     peer.ready.popleft()
 
@@ -261,7 +296,7 @@ class Peers:
             self._idle_again()
             self.rows += 1
             if job.peer.gone:
-                self._pool.give_back(job.transfer.slot)
+                self._give_back(job.peer, job.transfer)
                 return
             job.transfer.made, job.transfer.checksum = True, checksum
             job.peer.ready.append(job.transfer)
@@ -271,7 +306,7 @@ class Peers:
         with self._changed:
             self._idle_again()
             self.failed_rows[retryable] += 1
-            self._pool.give_back(job.transfer.slot)
+            self._give_back(job.peer, job.transfer)
             if not job.peer.gone:
                 request = job.transfer.request
                 del job.peer.transfers[request.request]
@@ -283,7 +318,7 @@ class Peers:
             if not peer.waiting:
                 continue
             wanted = True
-            slot = self._pool.take() if len(peer.transfers) < self._slots_per_peer else None
+            slot = self._slot_for(peer)
             if slot is not None:
                 self._turns.remove(peer)
                 self._turns.append(peer)
@@ -291,6 +326,19 @@ class Peers:
                 peer.transfers[transfer.request.request] = transfer
                 return Job(peer, transfer), True
         return None, wanted
+
+    def _slot_for(self, peer: Peer) -> Slot | None:
+        if peer.ring is not None:
+            return peer.ring.take()
+        return self._pool.take() if len(peer.transfers) < self._slots_per_peer else None
+
+    def _give_back(self, peer: Peer, transfer: Transfer) -> None:
+        (peer.ring or self._pool).give_back(transfer.slot)
+
+    def _rows(self, rings: list[Ring | None]) -> int:
+        """Rows of memory that peers with these rings, or without one, can take up."""
+        inband = sum(ring is None for ring in rings) * self._slots_per_peer
+        return max(inband, self._pool.made) + sum(ring.rows for ring in rings if ring is not None)
 
     def _idle_again(self) -> None:
         self._now("idle")
@@ -309,6 +357,6 @@ class Peers:
         peer.gone = True
         for transfer in peer.transfers.values():
             if transfer.made:  # the compute thread gives back the slot that it is filling
-                self._pool.give_back(transfer.slot)
+                self._give_back(peer, transfer)
         peer.ready.clear()
         self._changed.notify()

@@ -11,6 +11,7 @@ from dflash_mp.stream.messages import Expectations, Hello, Refused, reason
 from dflash_mp.stream.plan import StreamPlan
 
 INBAND = "inband"  # payload in frames on the same socket
+SHARED_MEMORY = "shared_memory"  # payload in a ring; in HELLO and WELCOME followed by a slash and the ring's token
 
 
 def expectations(config: RunConfig) -> Expectations:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from dflash_mp.stream import ring_messages as rm
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.fd_passing import LaneError, check_peer, lane_address, listen, receive, send, stop_listening
+from dflash_mp.stream.handshake import SHARED_MEMORY
 from dflash_mp.stream.messages import reason
 from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.wakeup import Wakeup
@@ -120,7 +121,9 @@ class LaneOffers:
             poller.register(listener, select.POLLIN)
         while not self._closing and listener is not None:
             poller.poll(1000)
-            with contextlib.suppress(OSError):  # the drafter has gone again, or descriptors ran out: it is served in-band
+            with contextlib.suppress(
+                OSError
+            ):  # the drafter has gone again, or descriptors ran out: it is served in-band
                 connection, _ = listener.accept()
                 if self._room.acquire(blocking=False):
                     threading.Thread(target=self._attend, args=(connection,), name="feeder-lane", daemon=True).start()
@@ -198,7 +201,7 @@ class LaneOffers:
 
 def lane_name(token: str) -> str:
     """How the lane of a ring is called in HELLO and WELCOME."""
-    return f"shared_memory/{token}"
+    return f"{SHARED_MEMORY}/{token}"
 
 
 def _request(connection: socket.socket) -> rm.RingRequest:

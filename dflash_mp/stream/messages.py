@@ -7,8 +7,8 @@ isn't fully checked, never runs code from the wire, and allocates no more than a
 Fields marked LATER came after version 1 was first spoken. A feeder sends them only to a drafter whose Hello has one, so an older drafter is
 served as before; a drafter needs a feeder that is at least as new as itself.
 
-The conversation: Hello → Welcome or Refused; then, at any time, Get → Row… or RowError per row asked, Release when a row's chunks have
-all been read; GetWeights → Weights; Ping → Pong; Bye from either side, answered by Bye.
+The conversation: Hello → Welcome or Refused; then, at any time, Get → Row… or Placed or RowError per row asked, Release when a row's
+chunks have all been read, or a placed row is needed no longer; GetWeights → Weights; Ping → Pong; Bye from either side, answered by Bye.
 """
 
 from __future__ import annotations
@@ -128,6 +128,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Feeder, on the shared-memory lane instead of `Row`: the row lies in this slot of the ring, until its release."""
+
+    request: Count
+    key: Key
+    slot: Count
+    checksum: Checksum  # 0 where the drafter didn't ask for it
+
+
+@dataclass(frozen=True)
 class RowError:
     """Feeder: it could not make the row. `retryable`: another attempt, best by another feeder, may succeed."""
 
@@ -139,7 +149,7 @@ class RowError:
 
 @dataclass(frozen=True)
 class Release:
-    """Drafter: all chunks of this request have been read, the feeder's slot is free again."""
+    """Drafter: all chunks of this request have been read, or its row in the ring is needed no longer: the slot is free again."""
 
     request: Count
     slot: Count
@@ -191,7 +201,7 @@ class Bye:
     reason: Reason
 
 
-Message = Hello | Welcome | Refused | Get | Row | RowError | Release | GetWeights | Weights | Ping | Pong | Bye
+Message = Hello | Welcome | Refused | Get | Row | Placed | RowError | Release | GetWeights | Weights | Ping | Pong | Bye
 
 _TYPES: dict[str, type] = {
     "HELLO": Hello,
@@ -199,6 +209,7 @@ _TYPES: dict[str, type] = {
     "REFUSED": Refused,
     "GET": Get,
     "ROW": Row,
+    "PLACED": Placed,
     "ROW_ERROR": RowError,
     "RELEASE": Release,
     "GET_WEIGHTS": GetWeights,

@@ -24,6 +24,7 @@ EXAMPLES: list[m.Message] = [
     m.Refused("plan", "other rows", "use these"),
     m.Get((m.RowRequest(1, KEY), m.RowRequest(2, RowKey("held_out", 0)))),
     m.Row(1, KEY, 0, 0, 4096, (1 << 64) - 1),
+    m.Placed(1, KEY, 3, 0),
     m.RowError(1, KEY, "out of memory", True),
     m.Release(1, 0),
     m.GetWeights("embedding", 4 << 20),
