@@ -1,0 +1,102 @@
+"""What is asked: a conversation from each record of the sources, with its answers left out.
+
+A record asks with `prompt` (a text, or a list of messages), `turns` (texts of the user), or a conversation or pair as `prepare` reads them,
+whose answers are then written anew, one after the other, each after the new ones before it. Where tools speak, only the last answer is
+written anew: what a tool returned belongs to the call that is there. A record that asks nothing raises `DataError` with its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_mp.config import SourceConfig
+from dflash_mp.data.documents import Message, Record, to_document
+from dflash_mp.data.sources import read_source
+from dflash_mp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Number `index` of all, in the order of the sources. `parts`: the messages before the first answer, between answers, …; none is empty."""
+
+    index: int
+    place: str
+    parts: tuple[tuple[Message, ...], ...]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A conversation with its new answers. `tokens`: of the answers.
+
+    `finish_reason`: "stop"; "length": the last answer was cut at the longest allowed, and what would have followed is left out; "prompt_too_long":
+    there was no room for an(other) answer, which is therefore missing.
+    """
+
+    conversation: Conversation
+    messages: list[Message]
+    finish_reason: str
+    tokens: int
+
+    def record(self) -> dict[str, Any]:
+        """As `prepare` reads it; `index` is the conversation's number."""
+        fields: dict[str, Any] = {"index": self.conversation.index, "messages": self.messages}
+        if self.conversation.tools:
+            fields["tools"] = self.conversation.tools
+        return {**fields, "finish_reason": self.finish_reason, "answer_tokens": self.tokens}
+
+
+def read_conversations(sources: Sequence[SourceConfig]) -> Iterator[Conversation]:
+    """The conversations of all sources in turn. Raises `DataError`."""
+    index = 0
+    for source in sources:
+        for record in read_source(source):
+            yield to_conversation(record, source.format, index)
+            index += 1
+
+
+def to_conversation(record: Record, shape: str, index: int) -> Conversation:
+    """What `record` asks. Raises `DataError`."""
+    place = record.place
+    messages, tools = _messages(record, shape)
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise DataError(f"{place}: nothing is asked", "remove the record")
+    if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        return Conversation(index, place, (tuple(messages),), tools)
+    parts: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            parts[-1].append(message)
+        elif parts[-1]:
+            parts.append([])
+    if not parts[0] or parts[0][-1]["role"] == "system":
+        raise DataError(
+            f"{place}: the assistant speaks first, so nothing is asked", "remove the record, or its first answer"
+        )
+    return Conversation(index, place, tuple(map(tuple, parts)), tools)
+
+
+def _messages(record: Record, shape: str) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    place, fields = record
+    asked, turns = fields.get("prompt"), fields.get("turns")
+    alone = asked is not None and not any(fields.get(key) is not None for key in ("response", "completion"))
+    if isinstance(turns, Sequence) and not isinstance(turns, str) and turns:
+        if not all(isinstance(turn, str) for turn in turns):
+            raise DataError(f"{place}: turns must be a list of texts", "fix the record")
+        asking: list[Message] = [{"role": "user", "content": turn} for turn in turns]
+        # An empty answer between two questions marks where one belongs.
+        return [message for turn in asking for message in (turn, {"role": "assistant", "content": ""})], None
+    if alone and isinstance(asked, str):
+        system = fields.get("system")
+        first: list[Message] = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+        return [*first, {"role": "user", "content": asked}], None
+    if alone:
+        record, shape = Record(place, {"messages": asked, "tools": fields.get("tools")}), "messages"
+    document = to_document(record, shape)
+    if document.messages is None:
+        raise DataError(f"{place}: a plain text asks nothing", "give conversations, pairs or prompts")
+    return document.messages, document.tools

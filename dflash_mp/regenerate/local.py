@@ -1,0 +1,149 @@
+"""Answers by a target in this process: conversations in, answered ones out, in the order in which they end.
+
+Conversations are taken in windows, tokenised together and started longest first; a conversation with several questions comes back for the next one
+as soon as it has its answer. Answers are the target's text without the token that ended it, special tokens left out. What is the same
+whatever is answered beside a conversation: its random numbers; its logits up to rounding (in float32 that rarely, in bfloat16 now and then
+changes a token, and the rest of that answer with it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from dflash_mp.data.chat_template import ChatTemplate, TemplateProblem, Thinking
+from dflash_mp.data.documents import Message
+from dflash_mp.errors import DataError
+from dflash_mp.regenerate.choice import AnswerOptions, uniforms
+from dflash_mp.regenerate.conversations import Answered, Conversation
+from dflash_mp.regenerate.slots import SlotOptions, Slots, Text
+from dflash_mp.target.load import Target
+
+_STEPS = 8  # between two looks at which texts are done
+_WINDOWS = 16  # conversations tokenised together, for each slot
+_THINK = "<think>"
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """`max_prompt_tokens`: longer prompts get no answer."""
+
+    slots: SlotOptions
+    answers: AnswerOptions
+    max_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Turn number `turn` of a conversation; `messages` end with what is asked, `tokens` is all of it as the target reads it."""
+
+    conversation: Conversation
+    turn: int
+    messages: list[Message]
+    tokens: list[int]
+    written: int  # tokens of the answers before
+
+
+def answer_here(
+    conversations: Iterable[Conversation], target: Target, options: LocalOptions, say: Callable[[str], None]
+) -> Iterator[list[Answered]]:
+    """Answer all `conversations`; yields those that ended since the last time, perhaps none. Raises `DataError`, `TargetError`."""
+    reader = _Reader(target.tokenizer, options.answers.thinking)
+    slots = Slots(target, options.slots, say)
+    coming = iter(conversations)
+    waiting: list[_Question] = []
+    running: dict[int, _Question] = {}
+    checked = False
+    while True:
+        done: list[Answered] = []
+        if len(waiting) < options.slots.slots:
+            window = list(islice(coming, _WINDOWS * options.slots.slots))
+            fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in window])
+            waiting = sorted([*_room(fresh, options, done), *waiting], key=lambda question: len(question.tokens))
+        if waiting and not checked:
+            slots.self_check(waiting[0].tokens)
+            checked = True
+        if not waiting and not running:
+            if done:
+                yield done
+            return
+        _start(slots, waiting, running, options)
+        if running:
+            slots.advance(_STEPS)
+        ended = [(running.pop(text.slot), text) for text in slots.take()]
+        follow_up: list[tuple[Conversation, int, list[Message], int]] = []
+        for (question, text), answer in zip(ended, reader.answers([text for _, text in ended]), strict=True):
+            messages = [*question.messages, {"role": "assistant", "content": answer}]
+            written, parts = question.written + len(text.tokens), question.conversation.parts
+            if text.stopped and question.turn + 1 < len(parts):
+                further = [*messages, *parts[question.turn + 1]]
+                follow_up.append((question.conversation, question.turn + 1, further, written))
+            else:
+                done.append(Answered(question.conversation, messages, "stop" if text.stopped else "length", written))
+        waiting += _room(reader.questions(follow_up), options, done)
+        yield done
+
+
+def _start(slots: Slots, waiting: list[_Question], running: dict[int, _Question], options: LocalOptions) -> None:
+    free = slots.free()[: len(waiting)]
+    if not free:
+        return
+    chosen = [waiting.pop() for _ in free]
+    count = options.slots.max_new_tokens
+    greedy = options.slots.sampling.greedy
+    numbers = [] if greedy else [uniforms(options.answers.seed, q.conversation.index, q.turn, count) for q in chosen]
+    slots.fill(free, [question.tokens for question in chosen], numbers)
+    running.update(zip(free, chosen, strict=True))
+
+
+def _room(questions: list[_Question], options: LocalOptions, done: list[Answered]) -> list[_Question]:
+    """Those of `questions` that fit; the others are `done`, without an answer."""
+    fitting = []
+    for question in questions:
+        if len(question.tokens) <= options.max_prompt_tokens:
+            fitting.append(question)
+        else:
+            done.append(Answered(question.conversation, question.messages, "prompt_too_long", question.written))
+    return fitting
+
+
+class _Reader:
+    """Between messages and tokens, with the target's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, thinking: Thinking) -> None:
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the target's tokenizer has no chat template, so nothing can be asked",
+                "use the target's instruction-tuned version",
+            )
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, thinking)
+        # A template may open the thinking itself; then the answer's text lacks the mark that later renderings look for.
+        prompt = self._template.generation_prompts[0]
+        opened = _THINK in prompt and "</think>" not in prompt
+        self._opening = prompt[prompt.index(_THINK) :] if opened else ""
+
+    def questions(self, asked: list[tuple[Conversation, int, list[Message], int]]) -> list[_Question]:
+        """Tokenise (conversation, turn, messages, tokens written before)."""
+        if not asked:
+            return []
+        texts = [self._render(conversation, messages) for conversation, _, messages, _ in asked]
+        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [
+            _Question(c, turn, messages, list(tokens), written)
+            for (c, turn, messages, written), tokens in zip(asked, ids, strict=True)
+        ]
+
+    def answers(self, texts: list[Text]) -> list[str]:
+        """The answers as text, without the token that ended them."""
+        ids = [text.tokens[:-1] if text.stopped else text.tokens for text in texts]
+        decoded = self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [self._opening + text for text in decoded]
+
+    def _render(self, conversation: Conversation, messages: list[Message]) -> str:
+        try:
+            return self._template.render(messages, conversation.tools, prompt=True)
+        except TemplateProblem as problem:
+            raise DataError(f"{conversation.place}: {problem}", "change or remove the record") from problem

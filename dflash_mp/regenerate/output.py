@@ -1,0 +1,192 @@
+"""The file of answers: whole or absent under its name, however often the command that writes it is killed.
+
+Answers are appended to `.NAME.partial` as they come, one line each; started again with the same settings, the command goes on with the conversations
+that have no line there. A line torn by a kill or a power cut is taken back with all behind it. When every conversation has its
+line they are written in order under the file's own name, renamed, and the partial file is removed. The settings lie beside it as
+`NAME.settings.json` from the beginning; other settings are refused, since half of the answers would be another model's or
+another temperature's. A second writer of the same file is refused, too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from dflash_mp.errors import ConfigError, DataError, DflashError
+
+_SYNC_SECONDS = 5.0
+_VERSIONS = "versions"  # recorded, but free to change on the way
+
+
+def settings_file(out: Path) -> Path:
+    """Where the settings of `out` lie."""
+    return out.with_name(out.name + ".settings.json")
+
+
+class AnswerFile:
+    """The file `out`, made with `settings` (values of JSON). A context manager: leaving it closes the partial file, which stays."""
+
+    def __init__(self, out: Path, settings: dict[str, Any], *, force: bool, say: Callable[[str], None]) -> None:
+        self._out, self._settings, self._say = out, settings, say
+        self._partial = out.with_name(f".{out.name}.partial")
+        self._places: dict[int, tuple[int, int]] = {}  # of a conversation's line: offset and length
+        self._synced = time.monotonic()
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = open(self._partial, "a+b")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise DataError(f"cannot write {out}: {error.strerror}", "choose another --out") from None
+        try:
+            self._lock()
+            self.complete = self._compare(force)
+            if not self.complete:
+                self._read_back()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def done(self) -> frozenset[int]:
+        """Numbers of the conversations that have their line."""
+        return frozenset(self._places)
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        """Append records, each with its conversation's number as `index`."""
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+            self._places[record["index"]] = (self._end, len(line))
+            self._file.write(line)
+            self._end += len(line)
+        self._file.flush()
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def finish(self) -> dict[str, int]:
+        """Give the answers their name, in the order of the conversations; returns (and notes in the settings) how many ended how."""
+        counts: Counter[str] = Counter()
+        scratch = self._partial.with_suffix(".sorted")
+        with open(scratch, "wb") as out:
+            for index in sorted(self._places):
+                offset, length = self._places[index]
+                self._file.seek(offset)
+                line = self._file.read(length)
+                counts[str(json.loads(line)["finish_reason"])] += 1
+                out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
+        _write_whole(settings_file(self._out), {**self._settings, "counts": dict(counts)})
+        scratch.rename(self._out)
+        _sync_directory(self._out.parent)
+        self._partial.unlink()
+        return dict(counts)
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DflashError(f"another process is writing {self._out}", "wait for it, or end it") from None
+
+    def _compare(self, force: bool) -> bool:
+        """Whether `out` is there, complete, with these settings; writes the settings where there are none, or with `force`."""
+        file = settings_file(self._out)
+        before = _read_settings(file)
+        if force or (before is None and not self._out.exists()):
+            self._file.truncate(0)
+            self._out.unlink(missing_ok=True)
+            _write_whole(file, self._settings)
+            return False
+        if before is None:
+            raise DataError(
+                f"{self._out} is there already, and {file.name} is not",
+                "choose another --out, or replace it with --force",
+            )
+        wanted = json.loads(json.dumps(self._settings))
+        different = [key for key in wanted if key != _VERSIONS and before.get(key) != wanted[key]]
+        if different:
+            raise ConfigError(
+                f"{self._out} was begun with other settings: "
+                + "; ".join(
+                    f"{key} {json.dumps(before.get(key))} instead of {json.dumps(wanted[key])}" for key in different
+                ),
+                "give the same settings to go on, choose another --out, or start over with --force",
+            )
+        if before.get(_VERSIONS) != wanted.get(_VERSIONS):
+            self._say(
+                f"{self._out} was begun with other versions: {before.get(_VERSIONS)}; now {wanted.get(_VERSIONS)}"
+            )
+        if self._out.exists():
+            self._partial.unlink(missing_ok=True)
+            return True
+        return False
+
+    def _read_back(self) -> None:
+        self._file.seek(0)
+        self._end = 0
+        for line in self._file:
+            index = _index_of(line)
+            if index is None or index in self._places:
+                self._say(f"the last answers of {self._partial} were torn; they are written again")
+                break
+            self._places[index] = (self._end, len(line))
+            self._end += len(line)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+
+
+def _index_of(line: bytes) -> int | None:
+    """The conversation's number in a line that is whole; None otherwise."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        index = json.loads(line)["index"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return index if isinstance(index, int) else None
+
+
+def _read_settings(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {error}", "start over with --force") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{file} does not hold settings", "start over with --force")
+    return found
+
+
+def _write_whole(file: Path, value: dict[str, Any]) -> None:
+    scratch = file.with_name(f".{file.name}.new")
+    with open(scratch, "w", encoding="utf-8") as out:
+        out.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    scratch.rename(file)
+    _sync_directory(file.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

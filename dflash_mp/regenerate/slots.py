@@ -1,0 +1,246 @@
+"""The target writing many texts at once: `fill` slots with prompts, `advance` all of them, `take` the ones that are done.
+
+One forward pass gives every slot its next token, in one of a few fixed shapes; choosing, counting and stopping are done on the device, so that
+between two looks at it nothing waits for Python. Slots become free one by one and are filled again. Bounds: memory is
+slots × longest text × (keys and values of a token), allocated with the first prompt; a device that lacks it is a `TargetError`.
+
+On CUDA the forward pass of each shape is recorded once as a CUDA graph; a model that can't be recorded runs without, with a notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dflash_mp.decode.sampling import Sampling
+from dflash_mp.errors import TargetError
+from dflash_mp.regenerate.choice import choose
+from dflash_mp.regenerate.slot_cache import SlotCache, SlotMasks
+from dflash_mp.target.load import Target
+
+_WIDTHS = 128  # widths of the cache that are looked at are multiples of this
+_PROMPT_LENGTHS = 32  # prompts are padded to multiples of this
+_PROMPT_TOKENS = 1 << 15  # of one forward pass
+# Largest error of a token's logits, relative to their length, between a slot and the model's own forward pass.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """`slots` texts at once, each of at most `max_new_tokens` after its prompt, up to and including one of `stop_tokens`."""
+
+    slots: int
+    max_new_tokens: int
+    stop_tokens: tuple[int, ...]
+    sampling: Sampling
+    cuda_graphs: bool = True
+
+
+class Text(NamedTuple):
+    """What slot number `slot` has written; `stopped`: its last token is a stop token, otherwise it was cut."""
+
+    slot: int
+    tokens: list[int]
+    stopped: bool
+
+
+class Slots:
+    """A loaded target's slots. `say` gets notices."""
+
+    def __init__(self, target: Target, options: SlotOptions, say: Callable[[str], None]) -> None:
+        if target.anatomy is None:
+            raise ValueError("the target's model was freed")
+        self._target, self._options, self._say = target, options, say
+        self._masks = SlotMasks(target.anatomy.config, target.info.name, target.embedding.dtype)
+        self._multi_axis = "mrope_section" in (getattr(target.anatomy.config, "rope_parameters", None) or {})
+        known = inspect.signature(target.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in known else "past_key_values"
+        self._cache = SlotCache(options.slots, _WIDTHS)
+        device, count = target.device, options.slots
+        self._tokens, self._positions, self._counts = (
+            torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self._live, self._stopped = (torch.zeros(count, dtype=torch.bool, device=device) for _ in range(2))
+        self._written = torch.zeros(count, options.max_new_tokens, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(count, options.max_new_tokens, dtype=torch.float64, device=device)
+        self._stops = torch.tensor(sorted(options.stop_tokens), dtype=torch.int64, device=device)
+        self._reach = np.zeros(count, np.int64)  # no slot's position is beyond this
+        self._occupied = np.zeros(count, np.bool_)
+        self._graphs: dict[int, Any] | None = {} if options.cuda_graphs and device.type == "cuda" else None
+        self._pool = None if self._graphs is None else torch.cuda.graph_pool_handle()
+        self._cache.positions = self._positions
+
+    def free(self) -> list[int]:
+        """Slots that hold no text."""
+        return np.flatnonzero(~self._occupied).tolist()
+
+    def fill(
+        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], numbers: Sequence[npt.NDArray[np.float64]]
+    ) -> None:
+        """Put `prompts` (at least one token each) into free `slots`, each with the random `numbers` [max_new_tokens] of its answer."""
+        device = self._target.device
+        self._make_room(max(map(len, prompts)) + self._options.max_new_tokens)
+        where = torch.tensor(slots, device=device)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for group in _groups([(i, len(prompts[i]) - 1) for i in order]):
+            self._read([slots[i] for i in group], [prompts[i][:-1] for i in group])
+        ends = torch.tensor([[prompt[-1], len(prompt) - 1] for prompt in prompts], device=device)
+        self._tokens[where], self._positions[where] = ends[:, 0], ends[:, 1]
+        self._counts[where], self._stopped[where], self._live[where] = 0, False, True
+        if not self._options.sampling.greedy:
+            self._numbers[where] = torch.from_numpy(np.stack(numbers)).to(device)
+        self._reach[list(slots)] = [len(prompt) - 1 for prompt in prompts]
+        self._occupied[list(slots)] = True
+
+    def advance(self, steps: int) -> None:
+        """Write up to `steps` more tokens in every slot; returns before the device is done."""
+        for _ in range(steps):
+            reach = int(self._reach[self._occupied].max(initial=0)) + 1
+            width = min(-(-reach // _WIDTHS) * _WIDTHS, self._cache.capacity)
+            self._guarded(partial(self._step, width))
+            self._reach += 1
+
+    def take(self) -> list[Text]:
+        """The texts that are done, whose slots are free from now on; waits for the device."""
+        live = self._live.cpu().numpy()
+        done = np.flatnonzero(self._occupied & ~live)
+        if not len(done):
+            return []
+        where = torch.from_numpy(done).to(self._target.device)
+        counts, stopped = self._counts[where].tolist(), self._stopped[where].tolist()
+        written = self._written[where, : max(counts)].cpu().numpy()
+        self._occupied[done] = False
+        return [Text(int(slot), written[n, : counts[n]].tolist(), stopped[n]) for n, slot in enumerate(done)]
+
+    def self_check(self, prompt: Sequence[int]) -> None:
+        """Compare the logits of the last tokens of `prompt` (at most 64 are used) with the model's own forward pass. Before the first fill."""
+        ids = list(prompt)[:64]
+        apart = min(4, len(ids))
+        self._make_room(len(ids))
+        target = self._target
+        with torch.inference_mode():
+            own = target.model(input_ids=torch.tensor([ids], device=target.device), use_cache=False).logits[0, -apart:]
+        if len(ids) > apart:
+            self._read([0], [ids[:-apart]])
+        for place in range(len(ids) - apart, len(ids)):
+            self._tokens[0], self._positions[0] = ids[place], place
+            logits = self._guarded(lambda: self._logits(self._cache.capacity))[0]
+            want = own[place - len(ids)].float()
+            error = float((logits.float() - want).norm() / want.norm())
+            if not error <= _TOLERANCE[target.embedding.dtype]:
+                raise TargetError(
+                    f"{target.info.name} failed its self-check: with many texts side by side its logits differ from its own forward "
+                    f"pass by {error:.2g} of their length",
+                    "serve this target with vLLM or SGLang, and give --server",
+                )
+        self._positions.zero_()
+
+    def _step(self, width: int) -> None:
+        if self._graphs is None:
+            self._write(width)
+        elif width in self._graphs:
+            self._graphs[width].replay()
+        else:
+            self._write(width)  # warms up what recording needs
+            self._record(width)
+
+    def _write(self, width: int) -> None:
+        """One token for every slot; changes the slots' state in place and never waits for the device."""
+        logits = self._logits(width)
+        with torch.inference_mode():
+            at = self._counts.clamp_max(self._options.max_new_tokens - 1)[:, None]
+            chosen = choose(logits, self._options.sampling, self._numbers.gather(1, at)[:, 0])
+            live = self._live
+            self._written.scatter_(1, at, torch.where(live[:, None], chosen[:, None], self._written.gather(1, at)))
+            stopped = (chosen[:, None] == self._stops).any(-1) & live
+            self._counts += live
+            self._stopped |= stopped
+            self._tokens.copy_(torch.where(live, chosen, self._tokens))
+            self._live &= ~stopped & (self._counts < self._options.max_new_tokens)
+            self._positions += self._live
+
+    def _logits(self, width: int) -> torch.Tensor:
+        """float [slots, V] after each slot's token."""
+        self._cache.width = width
+        mask = self._masks.of_tokens(self._positions, width)
+        return self._forward(self._tokens[:, None], self._positions[:, None], mask)[:, -1]
+
+    def _read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """One forward pass that stores `prompts`; of its logits only the last place's are made, and not used."""
+        length = -(-max(map(len, prompts)) // _PROMPT_LENGTHS) * _PROMPT_LENGTHS
+        padded = np.zeros((len(prompts), length), np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        device = self._target.device
+        self._cache.rows = torch.tensor(list(slots), device=device)
+        places = torch.arange(length, device=device).expand(len(prompts), -1)
+        mask = self._masks.of_prompts(length, device)
+        self._guarded(lambda: self._forward(torch.from_numpy(padded).to(device), places, mask))
+        self._cache.rows = None
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
+        places = positions.expand(4, -1, -1) if self._multi_axis else positions
+        with torch.inference_mode():
+            output = self._target.model(
+                input_ids=ids,
+                position_ids=places,
+                attention_mask=mask,
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_argument: self._cache},
+            )
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def _record(self, width: int) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._write(width)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            self._say(
+                f"this target can't be recorded as a CUDA graph ({reason}); every step is launched anew, which is slower"
+            )
+            self._graphs = None
+            return
+        if self._graphs is not None:
+            self._graphs[width] = graph
+
+    def _make_room(self, tokens: int) -> None:
+        room = -(-(tokens + 1) // _WIDTHS) * _WIDTHS
+        if room > self._cache.capacity:
+            if self._graphs:
+                self._graphs = {}  # they read the smaller cache
+            self._guarded(lambda: self._cache.grow(room))
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            raise TargetError(
+                f"out of memory on {self._target.device} with {self._options.slots} texts of up to {self._cache.capacity} tokens side by side: "
+                f"{error}",
+                "lower --batch or --max-prompt-tokens; what is written already stays, and the same command goes on",
+            ) from error
+
+
+def _groups(prompts: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Split (number, length) in ascending order of length into forward passes of bounded size; empty prompts need none."""
+    groups: list[list[int]] = [[]]
+    for number, length in prompts:
+        padded = -(-length // _PROMPT_LENGTHS) * _PROMPT_LENGTHS
+        if groups[-1] and (len(groups[-1]) + 1) * padded > _PROMPT_TOKENS:
+            groups.append([])
+        if length:
+            groups[-1].append(number)
+    return [group for group in groups if group]
