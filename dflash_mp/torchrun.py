@@ -1,20 +1,25 @@
-"""`python -m dflash_mp.torchrun …`: torchrun, with the same arguments, that ends with the exit code of the first process that failed.
+"""`python -m dflash_mp.torchrun …`: torchrun, with the same arguments, that lets its ranks finish and ends with the first failure's exit code.
 
-Plain torchrun ends with 1 whatever happened and prints a page of its own traceback after the error that matters; killed, it leaves a directory
-of empty logs behind, and a worker that was still starting. Here such a worker ends itself (`dflash_mp.process`), and logs go where
-`--log-dir` says or nowhere.
+Plain torchrun ends with 1 whatever happened and prints a page of its own traceback after the error that matters; asked to stop, it kills ranks
+after 30 s, be their checkpoint written or not; killed, it leaves a directory of empty logs behind, and a worker that was still starting.
+Here SIGTERM, SIGINT and SIGHUP are handed to this machine's ranks as SIGTERM, each time one comes, and torchrun ends when they have; without ranks yet it
+ends at once with 128 + signal. A worker that was still starting ends itself (`dflash_mp.process`), and logs go where `--log-dir` says or nowhere.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from dflash_mp.process import LEADER, die_with_parent, mark_of
+from dflash_mp.process import LEADER, children_of, die_with_parent, mark_of, send_signal
+
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
@@ -24,8 +29,9 @@ def main(arguments: list[str]) -> int:
         "OMP_NUM_THREADS", "1"
     )  # torchrun's own default, without its banner; a rank sets its threads itself
     os.environ[LEADER] = mark_of(os.getpid())
+    _hand_signals_on()
     try:
-        torchrun(["--log-dir", os.devnull, *arguments])
+        torchrun(["--log-dir", os.devnull, "--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"torchrun: rank {rank} was the first to fail, with exit code {failure.exitcode}", file=sys.stderr)
@@ -34,6 +40,29 @@ def main(arguments: list[str]) -> int:
         print(f"torchrun: stopped by {signalled.sigval.name}", file=sys.stderr)
         return 128 + signalled.sigval
     return 0
+
+
+def _hand_signals_on() -> None:
+    """From a thread: while torchrun waits for other machines its main thread is in a call that no Python signal handler interrupts."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    for number in _STOP:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=_stop_ranks, args=(reading,), name="signals", daemon=True).start()
+
+
+def _stop_ranks(reading: int) -> None:
+    """Ask the ranks to stop for each signal that comes; they agree with those of other machines on a step, save, and exit 0."""
+    while True:
+        number = signal.Signals(os.read(reading, 1)[0])
+        ranks = children_of(os.getpid()) if number in _STOP else []
+        for rank in ranks:
+            send_signal(rank, signal.SIGTERM)
+        if not ranks and number in _STOP:
+            os.write(2, f"torchrun: stopped by {number.name}, without a rank\n".encode())
+            os._exit(128 + number)
 
 
 if __name__ == "__main__":

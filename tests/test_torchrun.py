@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from process_trees import eventually, output_of, part, supervised
+from process_trees import SECONDS, eventually, output_of, part, supervised
 
 from dflash_mp.supervisor import Part
 
@@ -66,3 +70,70 @@ def test_ranks_die_with_a_killed_supervisor(drafters: Part) -> None:
         assert len(run.processes()) >= 3
         run.process.kill()
         run.wait_until_gone()
+
+
+_SLOW_WORKER = """
+import os, signal, sys, time
+from dflash_mp.process import die_with_parent
+die_with_parent()
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+os.write(1, b"up\\n")
+while not asked or not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+    if asked == [1]:
+        asked.append(2)
+        os.write(1, b"saving\\n")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_torchrun_by_hand_hands_a_signal_on_and_ends_well_when_its_ranks_do(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    worker, saved, log = tmp_path / "worker.py", tmp_path / "saved", tmp_path / "log"
+    worker.write_text(_SLOW_WORKER)
+    command = [sys.executable, "-m", "dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += ["env", "--ignore-signal=HUP", sys.executable, str(worker), str(saved)]
+    with started(command, log) as torchrun:
+        eventually(lambda: log.read_text().count("up\n") == 2, "both ranks are up")
+        torchrun.send_signal(number)
+        eventually(lambda: log.read_text().count("saving\n") == 2, "both ranks were asked")
+        assert torchrun.poll() is None, log.read_text()
+        saved.touch()
+        assert torchrun.wait(SECONDS) == 0, log.read_text()
+
+
+def test_torchrun_that_still_waits_for_the_other_machines_stops_at_once(tmp_path: Path) -> None:
+    worker, log = tmp_path / "worker.py", tmp_path / "log"
+    worker.write_text(_WORKER)
+    rendezvous = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    command = [sys.executable, "-m", "dflash_mp.torchrun", *rendezvous, str(worker), "wait"]
+    with started(command, log) as torchrun:
+        eventually(lambda: _listens(int(rendezvous[-1])) or torchrun.poll() is not None, "the rendezvous is open")
+        torchrun.send_signal(signal.SIGTERM)
+        assert torchrun.wait(SECONDS) == 128 + signal.SIGTERM, log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@contextmanager
+def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
