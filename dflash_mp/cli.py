@@ -13,6 +13,7 @@ from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
 from dflash_mp.commands.training import feed, keygen, prepare, run
+from dflash_mp.commands.watching import report, top
 from dflash_mp.errors import DflashError
 from dflash_mp.options import Group
 
@@ -34,7 +35,7 @@ def main() -> None:
     """Train DFlash drafters for your target model."""
 
 
-for _command in (demo, regenerate, prepare, feed, keygen, run, export, evaluate, generate, threads, compare, bench):
+for _command in (demo, regenerate, prepare, feed, keygen, run, export, evaluate, generate, threads, compare, bench, top, report):
     main.add_command(_command)
 
 

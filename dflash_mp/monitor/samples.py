@@ -118,6 +118,8 @@ def training_samples(record: TrainingRecord) -> Iterator[Sample]:
     for name, figure in (
         ("dflash_mp_train_step_seconds", "step_seconds"),
         ("dflash_mp_train_wait_ratio", "wait_share"),
+        ("dflash_mp_feeders_possible_rows_per_second", "feeders_rows_per_second"),
+        ("dflash_mp_drafters_possible_rows_per_second", "drafters_rows_per_second"),
         ("dflash_mp_train_learning_rate", "learning_rate"),
         ("dflash_mp_train_gradient_norm", "gradient_norm"),
         ("dflash_mp_recompilations_total", "recompilations"),
