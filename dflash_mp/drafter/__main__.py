@@ -26,9 +26,9 @@ from dflash_mp.drafter.step_profile import StepProfile
 from dflash_mp.drafter.trainer import train
 from dflash_mp.drafter.world import World, join, leave
 from dflash_mp.errors import DflashError
-from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 from dflash_mp.monitor.samples import rank_endpoint
 from dflash_mp.monitor.training import TrainingRecord
+from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 from dflash_mp.process import die_with_parent
 from dflash_mp.profiling import ProfileRequest, parse_profile
 from dflash_mp.stream.client import RowClient, StopRequest
@@ -90,14 +90,22 @@ def run(config: RunConfig, profile: ProfileRequest | None = None) -> None:
         report.say(
             f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {world.size} drafter process"
             f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "
-            + (f"resuming after step {trainer.step}" if trainer.step else "from the start")
+            + (f"resuming after step {trainer.step}" if trainer.step else "from the start"),
+            "training",
+            step=trainer.step,
+            ranks=world.size,
         )
         stop.training = True
         finished = train(trainer, client, report, state.save, lambda: stop.requested is not None, client.feeding, steps)
         compiled = trainer.compilations.after_warm_up
         if compiled:
-            report.say(f"warning: {compiled} graphs were compiled after warm-up; shapes should not have changed")
-        report.say("finished" if finished else f"stopped after step {trainer.step}; the same command goes on from here")
+            log.warning("%d graphs were compiled after warm-up; shapes should not have changed", compiled)
+        if finished:
+            report.say("finished", "finished", step=trainer.step)
+        else:
+            report.say(
+                f"stopped after step {trainer.step}; the same command goes on from here", "stopped", step=trainer.step
+            )
     leave(world)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells about a run: a line on the terminal, one JSON object per line in `metrics.jsonl`, TensorBoard curves, the figures
+"""What rank 0 tells about a run: a line in its log, one JSON object per line in `metrics.jsonl`, TensorBoard curves, the figures
 behind the metrics endpoint, and trackers elsewhere where they are configured (`dflash_mp.drafter.trackers`).
 
 `metrics.jsonl` is appended to; after a resume, steps that are trained again appear again, and the later line counts.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from dflash_mp import logs
 from dflash_mp.config import RunConfig
 from dflash_mp.drafter.metrics import Figures
 from dflash_mp.drafter.trackers import MlflowService, RemoteTracker, Service, WandbService, curves
 from dflash_mp.errors import DflashError
 from dflash_mp.monitor.training import TrainingRecord
+
+log = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -31,7 +34,6 @@ class Reporter:
         self, run_dir: Path, enabled: bool, services: Sequence[Service] = (), record: TrainingRecord | None = None
     ) -> None:
         self.enabled = enabled
-        self.console = Console(highlight=False, soft_wrap=True)
         self._run_dir = run_dir
         self._record = record or TrainingRecord()
         if enabled:
@@ -64,10 +66,10 @@ class Reporter:
             for tracker in self._trackers:
                 tracker.close(failed=error is not None)
 
-    def say(self, text: str) -> None:
-        """One line on the terminal."""
+    def say(self, text: str, event: str = "", **fields: Any) -> None:
+        """One line in the log; `event` and `fields` are for machines."""
         if self.enabled:
-            self.console.print(text, markup=False)
+            log.info("%s", text, extra=logs.facts(event, **fields))
 
     def step(self, step: int, steps: int, figures: Figures, more: dict[str, float]) -> None:
         """Figures of the last optimizer step, with `more` (rates, waits, learning rate, gradient norm)."""
@@ -77,7 +79,9 @@ class Reporter:
         self.say(
             f"step {step}/{steps}  loss {figures.loss:.4f}  τ {figures.tau:.3f}  accuracy {figures.accuracy:.3f}  "
             f"lr {more['learning_rate']:.2e}  |g| {more['gradient_norm']:.2f}  {more['tokens_per_second']:,.0f} tokens/s  "
-            f"waiting {more['wait_share']:.0%}"
+            f"waiting {more['wait_share']:.0%}",
+            "step",
+            **{"step": step, "steps": steps, **figures.public(), **more},
         )
 
     def held_out(self, step: int, figures: Figures) -> None:
@@ -86,7 +90,9 @@ class Reporter:
             return
         self._write("held_out", step, figures.public())
         self.say(
-            f"held-out after step {step}: loss {figures.loss:.4f}  τ {figures.tau:.3f}  accuracy {figures.accuracy:.3f}"
+            f"held-out after step {step}: loss {figures.loss:.4f}  τ {figures.tau:.3f}  accuracy {figures.accuracy:.3f}",
+            "held_out",
+            **{"step": step, **figures.public()},
         )
 
     def _write(self, kind: str, step: int, figures: dict[str, Any]) -> None:

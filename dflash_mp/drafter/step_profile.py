@@ -1,6 +1,6 @@
 """A profile of some training steps: what ran when, and on CUDA what memory was allocated by whom.
 
-`RUN/profile/rank-0-steps-10-15.trace.json` is a Chrome trace (Perfetto, chrome://tracing) of the CPU and CUDA activity of these steps, with the
+`RUN/profile/rank-0-steps-10-15.trace.json.gz` is a Chrome trace (Perfetto, chrome://tracing) of the CPU and CUDA activity of these steps, with the
 spans named in `SPANS`; `….memory.pickle` a snapshot of PyTorch's CUDA allocator (pytorch.org/memory_viz). A directory that cannot be made is
 an error at the start; a file that cannot be written later is logged, and training goes on. `span` costs nothing but a
 test of a boolean while no profile is being taken.
@@ -97,7 +97,7 @@ class StepProfile:
             log.error("the profile could not be written to %s: %s", self._directory, error)
 
     def _write(self, profiler: torch.profiler.profile, stem: str) -> None:
-        trace = self._directory / f"{stem}.trace.json"
+        trace = self._directory / f"{stem}.trace.json.gz"
         profiler.export_chrome_trace(str(trace))
         written = [trace]
         if self._cuda:
