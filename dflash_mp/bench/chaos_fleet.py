@@ -2,26 +2,45 @@
 
 Drafters run in one of two layouts: `hand` (feeders and torchrun are each restarted alone, as an operator would) or `run` (`dflash-mp run`).
 Which phase a process is in is read from outside: its threads, its log since it started, `metrics.jsonl` and the
-checkpoint directory. Nothing in the product knows that it is watched.
+checkpoint directory; `strike` stops the ranks while it looks, so that what it says of a kill is true. Nothing in the product knows that
+it is watched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mp import run as launcher
 from dflash_mp.config import LoadedConfig, load_config
+from dflash_mp.drafter.schedule import held_out_due
 from dflash_mp.process import MARK, children_of, mark_of, marked_processes, send_signal
 from dflash_mp.run_view import parse_metrics
 from dflash_mp.supervisor import Part, Running
 
 FEEDERS = 2
+PHASES = ("starting", "connecting", "compiling", "first pass", "training", "evaluating", "checkpointing")
+_UNFINISHED = re.compile(r"\.step-\d{8}\.(\d+)\.tmp")  # a checkpoint that the process of that number writes
+_START_SECONDS = 60.0
 _ORPHAN_SECONDS = 10.0  # within which whatever a killed process had started must be gone
+
+
+@dataclass(frozen=True)
+class FleetJob:
+    """What one process of the drill does below `out`: `kills` kills, for `seconds` at most. JSON can say it."""
+
+    name: str
+    out: str
+    kills: int
+    seed: int
+    seconds: float | None
+    compiled: bool  # every third run compiles
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class Place:
     sockets: Path
     temporary: Path
     options: tuple[str, ...]
+    compiled_code: Path  # PyTorch's cache
 
     def load(self, by_hand: bool) -> LoadedConfig:
         return load_config(self.file, self.overrides(by_hand))
@@ -61,6 +81,7 @@ class Fleet:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(place.temporary),
             "XDG_RUNTIME_DIR": str(place.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(place.compiled_code),
         }
         self._marked = {**self.environment, MARK: mark_of(os.getpid())}
 
@@ -115,8 +136,11 @@ class Fleet:
         return named
 
     def stop_feeders(self) -> None:
-        """In order, as an operator would; after 30 s by force."""
+        """In order, as an operator would, once they serve: until then the socket of a killed one lies there."""
+        deadline = time.monotonic() + _START_SECONDS
         for feeder in self.feeders.values():
+            while feeder.exit_code is None and not _talks(feeder.process.pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
             feeder.ask_to_stop()
         for feeder in self.feeders.values():
             feeder.process.wait(30.0)
@@ -157,28 +181,57 @@ class Fleet:
     # -- phases -------------------------------------------------------------------------------------------------------------------
 
     def phase(self, victim: str, pid: int) -> str:
-        """What the victim is doing, as far as can be seen from outside."""
-        if victim == "feeder":
-            return "serving" if _talks(pid) else "starting"
-        checkpoints = self.place.run_dir / "checkpoints"
-        try:
-            if any(name.startswith(".step-") for name in os.listdir(checkpoints)) and self._trained():
-                return "checkpointing"
-        except FileNotFoundError:
-            pass
+        """What the victim, or the run that it serves, is doing, as far as can be seen from outside."""
+        if victim == "feeder" and not _talks(pid):
+            return "starting"
+        phase = self.run_phase()
+        return "waiting" if victim == "feeder" and phase == "starting" else phase
+
+    def run_phase(self) -> str:
+        """The phase of the ranks, one of `PHASES`."""
         ranks = self.pids("drafter")
         if not ranks or not any(_talks(rank) for rank in ranks):
             return "starting"
-        log = self.place.run_dir / "logs" / "drafters.log"
-        if b"M parameters" not in _since(log, self._log_start):
-            return "connecting"
         lines = self._trained()
+        if lines and self._writes_checkpoint(ranks):
+            return "checkpointing"
+        if b"M parameters" not in _since(self.place.run_dir / "logs" / "drafters.log", self._log_start):
+            return "connecting"
         if not lines:
-            return "first pass"
+            return "compiling" if self._train.compile else "first pass"
         step, kind = lines[-1]
-        train = self._train
-        due = train.held_out_every > 0 and step % train.held_out_every == 0
-        return "held-out" if kind == "train" and (due or step == train.steps) else "training"
+        return "evaluating" if kind == "train" and held_out_due(step, self._train) else "training"
+
+    def strike(self, victim: str, pid: int, aim: str | None) -> str | None:
+        """Kill the victim if it is in the phase `aim` (None: in any); the phase that it was in, None if it was spared or gone."""
+        with self._ranks_stopped():
+            if pid not in self.pids(victim):
+                return None
+            phase = self.phase(victim, pid)
+            if aim not in (None, phase):
+                return None
+            send_signal(pid, signal.SIGKILL)
+            return phase
+
+    @contextlib.contextmanager
+    def _ranks_stopped(self) -> Iterator[None]:
+        ranks = self.pids("drafter")
+        for rank in ranks:
+            send_signal(rank, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for rank in ranks:
+                send_signal(rank, signal.SIGCONT)
+
+    def _writes_checkpoint(self, ranks: Sequence[int]) -> bool:
+        """Whether one of the ranks is at it; what a killed one left does not count."""
+        checkpoints = self.place.run_dir / "checkpoints"
+        try:
+            found = [_UNFINISHED.fullmatch(name) for name in os.listdir(checkpoints)]
+        except FileNotFoundError:
+            return False
+        return any(match is not None and int(match[1]) in ranks for match in found)
 
     def step(self) -> int:
         """The last step that this or an earlier start logged."""
@@ -228,7 +281,10 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def leftovers(places: Sequence[Path], before: set[str]) -> list[str]:
-    """Files below the temporary and socket directories, and new ones in /dev/shm."""
-    found = [str(path) for place in places if place.exists() for path in sorted(place.rglob("*"))]
-    return found + [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - before)]
+def leftovers(places: Sequence[Path], shared_memory_before: set[str] | None = None) -> list[str]:
+    """Files below `places`, but for PyTorch's cache, and new ones in /dev/shm."""
+    found = [path for place in places if place.exists() for path in sorted(place.rglob("*"))]
+    left = [str(path) for path in found if not any(part.startswith("torchinductor_") for part in path.parts)]
+    if shared_memory_before is not None:
+        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_memory_before)]
+    return left

@@ -22,7 +22,17 @@ def bench() -> None:
     "--out", default="chaos", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="New directory."
 )
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Kill for so long at most.")
-def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None) -> None:
+@click.option(
+    "--parallel",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Fleets of some five processes each, disturbed at once; one for every four cores.",
+)
+@click.option(
+    "--compile/--no-compile", "compiled", default=None, help="Compile in every third run; default: if there is g++."
+)
+def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, parallel: int, compiled: bool | None) -> None:
     """Kill a real run's processes at random, and compare its result with an undisturbed run's. Exit code 1 if anything differs."""
     from rich.console import Console
 
@@ -30,7 +40,15 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None) -> None
     from dflash_mp.bench.chaos_report import print_report
 
     console = Console(highlight=False, soft_wrap=True)
-    report = disturb(kills, seed, out, seconds, lambda text: console.print(text, markup=False))
+    report = disturb(
+        kills,
+        seed,
+        out,
+        seconds,
+        lambda text: console.print(text, markup=False),
+        parallel=parallel,
+        compiled=compiled,
+    )
     print_report(report, console)
     sys.exit(0 if report.ok else 1)
 
