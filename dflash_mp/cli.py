@@ -10,6 +10,7 @@ import click
 from dflash_mp import __version__
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
+from dflash_mp.commands.health import health, trained
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
 from dflash_mp.commands.training import feed, keygen, prepare, run
@@ -35,7 +36,24 @@ def main() -> None:
     """Train DFlash drafters for your target model."""
 
 
-for _command in (demo, regenerate, prepare, feed, keygen, run, export, evaluate, generate, threads, compare, bench, top, report):
+for _command in (
+    demo,
+    regenerate,
+    prepare,
+    feed,
+    keygen,
+    run,
+    export,
+    evaluate,
+    generate,
+    threads,
+    compare,
+    bench,
+    top,
+    report,
+    health,
+    trained,
+):
     main.add_command(_command)
 
 

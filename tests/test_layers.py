@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {*_BASE, "split", "supervisor"},
     "run": {*_BASE, "calibration", "stream", "drafter", "preflight", "profiling", "run_view", "supervisor"},
     "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "run_view", "supervisor"},
+    "health": {*_BASE, "drafter"},
     "threads": {*_BASE, "data", "stream", "target", "drafter"},
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
