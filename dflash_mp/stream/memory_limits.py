@@ -21,6 +21,11 @@ def shortage(nbytes: int, root: Path = _ROOT) -> str | None:
     return None
 
 
+def left(root: Path = _ROOT) -> list[tuple[str, int]]:
+    """(who, bytes that it still allows) of each limit; empty if nothing says."""
+    return list(_limits(root))
+
+
 def _limits(root: Path) -> Iterator[tuple[str, int]]:
     available = _fields(root / "proc/meminfo").get("MemAvailable:")
     if available is not None:
