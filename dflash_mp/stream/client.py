@@ -3,7 +3,8 @@
 `RowClient` gives rows by key, in the order scheduled, as views of preallocated memory. What a row holds depends on its key alone: which
 feeder made it, or how often it had to be asked for, cannot be seen in it. Rows are asked for ahead, as many as fit `window_mib`.
 Every wait is bounded, and its `StreamError` names the rank, the row, the feeder and the seconds, and whether that feeder is dead, busy, or
-none is left. A received byte is copied once on this side: from the socket's message into its place in the slot.
+none is left. A received byte is copied once on this side: from the socket's message into its place in the slot. Where a feeder shares its memory
+none is copied: views are of the feeder's ring, can only be read, and stay valid until their release, even if the feeder dies.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from dflash_mp.stream.curve import refusal_behind
 from dflash_mp.stream.endpoints import check_endpoint
 from dflash_mp.stream.handshake import INBAND, expectations
 from dflash_mp.stream.keys import DrafterKeys
+from dflash_mp.stream.lane_request import lane_wishes
 from dflash_mp.stream.layout import RowLayout, RowTensors
 from dflash_mp.stream.messages import VERSION, Bye, Expectations, Hello
 from dflash_mp.stream.pace import FeedersPace, PaceMeter
 from dflash_mp.stream.plan import StreamPlan
-from dflash_mp.stream.slots import Slot, make_slots
+from dflash_mp.stream.slots import DeferredSlots
 from dflash_mp.stream.software import own_software
 from dflash_mp.stream.weights import FrozenWeights, WeightsBuilder
 from dflash_mp.stream.window import Want, Window
@@ -82,9 +84,9 @@ class ReceivedRow:
     def __init__(self, want: Want, layout: RowLayout, client: RowClient) -> None:
         self.key = want.key
         self.feeder = want.feeder
-        self.buffer: torch.Tensor = want.slot.buffer  # the whole row: uint8 [layout.nbytes]
+        self.buffer: torch.Tensor = want.buffer  # the whole row: uint8 [layout.nbytes]
         self.layout = layout
-        self.tensors: RowTensors = layout.views(want.slot.buffer)
+        self.tensors: RowTensors = layout.views(want.buffer)
         self._want: Want | None = want
         self._client = client
 
@@ -120,10 +122,13 @@ class RowClient:
         stop: Callable[[], StopRequest | None] = lambda: None,
         insecure_no_auth: bool = False,
         keys: DrafterKeys | None = None,
+        shared_memory: bool = True,
+        checksums: bool = False,
     ) -> None:
         """`plan` is that of the checkpoint that is resumed; `held` the most rows taken and not yet released at any time;
-        `pin` asks for pinned slots (CUDA); `keys` are shown to feeders reached by tcp, which must have the pinned one. Raises
-        `StreamError` if an endpoint may not be used.
+        `pin` asks for pinned slots (CUDA); `keys` are shown to feeders reached by tcp, which must have the pinned one. Memory is shared
+        with feeders of this machine unless `shared_memory` is False; `checksums` has rows checksummed there as well. Raises `StreamError`
+        if an endpoint may not be used.
         """
         for endpoint in endpoints:
             check_endpoint(endpoint, insecure_no_auth, keys is not None)
@@ -139,7 +144,11 @@ class RowClient:
         self._stream = stream or StreamConfig()
         self._held, self._pin, self._stop = held, pin, stop
         self._incarnation = secrets.token_hex(8)
-        self._io = ClientIo(endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds, keys)
+        window_bytes = int(self._stream.window_mib * 2**20) // len(endpoints)
+        wishes = lane_wishes(rank, world, window_bytes=window_bytes, least=held + 1, pin=pin, checksums=checksums)
+        self._io = ClientIo(
+            endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds, keys, wishes if shared_memory else None
+        )
         self._layout: RowLayout | None = None
         self._pace = PaceMeter()
         self._closed = False
@@ -182,7 +191,10 @@ class RowClient:
         if plan is None:
             raise RuntimeError("a live feeder without a plan")
         self._layout = RowLayout.of(plan)
-        self._io.window = Window(self._make_slots(self._layout), self._io.wake)
+        slots = self._make_slots(self._layout)
+        if any(link.ring is None for link in self._io.live()):
+            slots.make()
+        self._io.window = Window(slots.slots, self._io.wake)
         self._raise_if_broken()
         return plan
 
@@ -305,7 +317,7 @@ class RowClient:
                     self._raise_if_broken()
                     raise StreamError(f"rank {self._rank}: {link.endpoint}: {refusal.reason}", refusal.remedy)
 
-    def _make_slots(self, layout: RowLayout) -> list[Slot]:
+    def _make_slots(self, layout: RowLayout) -> DeferredSlots:
         count = int(self._stream.window_mib * 2**20) // layout.nbytes
         if count < self._held + 1:
             raise StreamError(
@@ -313,9 +325,11 @@ class RowClient:
                 f"one must be under way, of {layout.nbytes / 2**20:.2f} MiB each",
                 f"set stream.window_mib to at least {math.ceil((self._held + 1) * layout.nbytes / 2**20 * 100) / 100}",
             )
-        return make_slots(0, count, layout.nbytes, pin=self._pin, remedy="lower stream.window_mib")
+        return DeferredSlots(count, layout.nbytes, pin=self._pin, remedy="lower stream.window_mib")
 
     def _release(self, want: Want) -> None:
+        if want.loan is not None:
+            self._io.give_back(want.loan)
         self._connected_window().release(want)
         self._io.wake()
 

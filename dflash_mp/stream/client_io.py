@@ -22,8 +22,11 @@ from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.dealing import LOOK_AHEAD, deal, takeovers
 from dflash_mp.stream.handshake import unmet
 from dflash_mp.stream.keys import DrafterKeys
+from dflash_mp.stream.lane_request import LaneWishes
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.ring_rows import RingRows
+from dflash_mp.stream.shared_memory import Loan
 from dflash_mp.stream.software import torch_mismatch
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsBuilder
@@ -46,7 +49,9 @@ class ClientIo:
         who: str,
         silent_seconds: float,
         keys: DrafterKeys | None = None,
+        wishes: LaneWishes | None = None,
     ) -> None:
+        """`wishes` are None where memory is not to be shared."""
         self.plan: StreamPlan | None = None
         self.row_bytes = 0
         self.window: Window | None = None
@@ -57,6 +62,7 @@ class ClientIo:
         self.changed = threading.Condition()
         self._hello, self._who, self._silent_seconds = hello, who, silent_seconds
         self._connecting = True  # a refusal is an error, as long as nothing has been promised
+        self._wishes = wishes
         self._leaving: m.Bye | None = None
         self._weights_link: Link | None = None
         self._weights_welcome: m.Welcome | None = None  # names the conversation in which chunks were asked for
@@ -66,6 +72,7 @@ class ClientIo:
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self.links = [Link(endpoint, self._context, self._poller, keys) for endpoint in endpoints]
+        self._ring_rows = RingRows(self.links)
         self._thread = threading.Thread(target=self._main, name="stream", daemon=True)
 
     def start(self) -> None:
@@ -73,6 +80,11 @@ class ClientIo:
 
     def wake(self) -> None:
         """There is something to ask for."""
+        self._wakeup.set()
+
+    def give_back(self, loan: Loan) -> None:
+        """The trainer needs this row of a feeder's ring no longer."""
+        self._ring_rows.give_back(loan)
         self._wakeup.set()
 
     def settled(self) -> None:
@@ -126,9 +138,10 @@ class ClientIo:
                     link.heard = now
             last = now
             for link in self.links:
-                if any(link.owns(polled) for polled in ready):
+                if link.lane_answered or any(link.owns(polled) for polled in ready):
                     self._attend(link)
                 self._check(link, ping_seconds)
+            self._ring_rows.pump()
             self._ask_for_weights()
             self._ask_for_rows()
         return self._leaving
@@ -148,8 +161,10 @@ class ClientIo:
     def _attend(self, link: Link) -> None:
         if link.state == "connecting":
             if not link.disconnected():
-                link.greet(self._hello(self.plan))
-            elif link.locked_out is not None:
+                link.approach(self._hello(self.plan), self._wishes, self._silent_seconds, self.wake)
+                return
+            link.abandon_lane()
+            if link.locked_out is not None:
                 self._refused(link, link.locked_out)
             return
         try:
@@ -196,6 +211,11 @@ class ClientIo:
     def _handle(self, link: Link, message: m.Message) -> None:
         if isinstance(message, m.Row):
             self._row(link, message)
+        elif isinstance(message, m.Placed):
+            if (
+                corrupted := self._ring_rows.receive(link, message, self.window)
+            ) is not None and self.window is not None:
+                self._corrupted(link, corrupted, self.window)
         elif isinstance(message, m.Pong):
             link.pong = message
         elif isinstance(message, m.RowError):
@@ -231,12 +251,12 @@ class ClientIo:
                     "name each feeder once in feed.endpoints",
                 )
         row_bytes = RowLayout.of(welcome.plan).nbytes
-        if welcome.row_bytes != row_bytes or welcome.lane not in hello.lanes:
+        if welcome.row_bytes != row_bytes or welcome.lane not in link.lanes or not link.ring_fits(row_bytes):
             raise ProtocolError(f"WELCOME offers {welcome.row_bytes} bytes by {welcome.lane}; {row_bytes} are due")
         if self.plan is None:
             self.plan, self.row_bytes = welcome.plan, row_bytes
         link.go_live(welcome)
-        log.info("%s: connected to %s, lane %s", self._who, link.endpoint, welcome.lane)
+        log.info("%s: connected to %s, lane %s", self._who, link.endpoint, link.describe_lane())
         if (mismatch := torch_mismatch(hello.software, welcome.software)) is not None:
             log.warning("%s: warning: the feeder %s: %s", self._who, link.endpoint, mismatch)
         self._notify()
@@ -289,9 +309,12 @@ class ClientIo:
             link.rows += 1
             window.ready(request)
         else:
-            self.checksum_errors += 1
-            log.error("%s: %s arrived corrupted from %s", self._who, want.key, link.endpoint)
-            window.again(request, counts=True, why="it arrived corrupted")
+            self._corrupted(link, request, window)
+
+    def _corrupted(self, link: Link, request: Request, window: Window) -> None:
+        self.checksum_errors += 1
+        log.error("%s: %s arrived corrupted from %s", self._who, request.want.key, link.endpoint)
+        window.again(request, counts=True, why="it arrived corrupted")
 
     def _row_error(self, link: Link, error: m.RowError) -> None:
         request = link.asked.pop(error.request, None)
@@ -332,7 +355,7 @@ class ClientIo:
             return
         now, live = time.monotonic(), self.live()
         batches: dict[str, tuple[Link, list[m.RowRequest]]] = {}
-        for want, link in deal(window.waiting(LOOK_AHEAD), live, now, next(self._turns)):
+        for want, link in deal(window.waiting(LOOK_AHEAD), self._ring_rows.able(window, live), now, next(self._turns)):
             self._ask(window, want, link, batches)
         if self._could_take_over():
             for want, link in takeovers(window.under_way(), {link.endpoint: link for link in live}, now):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import zmq
@@ -19,7 +21,10 @@ from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.curve import HANDSHAKE_FAILURES, refusal_in, secure_drafter
 from dflash_mp.stream.dealing import RowTime
 from dflash_mp.stream.endpoints import allow_ipv6, ipc_path, set_drafter_options
+from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, lane_name
 from dflash_mp.stream.keys import DrafterKeys
+from dflash_mp.stream.lane_request import LaneRequest, LaneWishes
+from dflash_mp.stream.shared_memory import Loan, MappedRing
 from dflash_mp.stream.window import Request
 
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
@@ -55,21 +60,57 @@ class Link:
         self._unsent: deque[m.Message] = deque()
         self._requests = self._pings = 0
         self._pinged = 0.0
+        self.lane: LaneRequest | None = None  # for this conversation
+        self.ring: MappedRing | None = None  # of this conversation
+        self._lent: set[int] = set()  # slots of the ring
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._open()
 
     # -- the conversation's course ------------------------------------------------------------------------------------------------
 
-    def greet(self, hello: m.Hello) -> None:
-        """The transport stands: say who we are."""
+    def approach(self, hello: m.Hello, wishes: LaneWishes | None, seconds: float, wake: Callable[[], None]) -> None:
+        """The transport stands: find out whether memory can be shared, then say who we are. `wake`, when called, is followed by a call of this."""
+        if self.lane is None:
+            self.lane = LaneRequest(self.endpoint, wishes, seconds, wake)
+        if not self.lane.done:
+            self._poll_for(zmq.POLLIN)  # for nothing, until it is done
+            return
         if not self._unsent:
-            self._unsent.append(hello)
+            self._unsent.append(replace(hello, lanes=self.lanes))
         if self.flush():
             self._enter("greeting")
-            self._poll_for(zmq.POLLIN)
+        self._poll_for(zmq.POLLIN if self.state == "greeting" else zmq.POLLIN | zmq.POLLOUT)
+
+    def abandon_lane(self) -> None:
+        """The transport broke before anything was said."""
+        self.lane = None
+        self._poll_for(zmq.POLLIN | zmq.POLLOUT)
+
+    @property
+    def lane_answered(self) -> bool:
+        return self.state == "connecting" and self.lane is not None and self.lane.done
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Those that can be used in this conversation, best first."""
+        ring = None if self.lane is None else self.lane.ring
+        return (INBAND,) if ring is None else (lane_name(ring.token), INBAND)
+
+    def describe_lane(self) -> str:
+        """Which lane this conversation uses, and why not the better one."""
+        if self.ring is not None:
+            return f"{SHARED_MEMORY} ({len(self.ring.rows)} rows of {self.ring.row_bytes / 2**20:.2f} MiB)"
+        why = "" if self.lane is None else self.lane.why
+        return f"{INBAND} ({why or 'the feeder does not know the ring that it gave'})"
+
+    def ring_fits(self, row_bytes: int) -> bool:
+        ring = None if self.lane is None else self.lane.ring
+        return ring is None or ring.row_bytes == row_bytes
 
     def go_live(self, welcome: m.Welcome) -> None:
+        if self.lane is not None and welcome.lane != INBAND:
+            self.ring = self.lane.ring
         self.welcome, self.refusal, self.ever_live, self.hung_up = welcome, None, True, 0
         self._enter("live")
 
@@ -106,7 +147,20 @@ class Link:
     @property
     def most(self) -> int:
         """Rows that may be asked for at once."""
-        return 0 if self.welcome is None else self.welcome.outstanding
+        if self.welcome is None:
+            return 0
+        slots = self.welcome.outstanding if self.ring is None else len(self.ring.rows) - len(self._lent)
+        return min(self.welcome.outstanding, slots)
+
+    @property
+    def checksums(self) -> bool:
+        """Whether the feeder checksums rows that it places in the ring."""
+        return self.lane is not None and self.lane.checksums
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is, or surely will be, memory for one more row at the feeder."""
+        return self.ring is None or len(self.asked) < len(self.ring.rows) - len(self._lent)
 
     def ask(self, request: Request) -> m.RowRequest:
         """Give `request` a number."""
@@ -192,6 +246,23 @@ class Link:
             self.locked_out = refusal or self.locked_out
         return broke
 
+    # -- the ring -----------------------------------------------------------------------------------------------------------------
+
+    def borrow(self, placed: m.Placed) -> Loan:
+        """The row that the feeder has placed in the ring. Raises `ProtocolError` if there is no such slot, or it is lent already."""
+        if self.ring is None:
+            raise ProtocolError("PLACED, though the lane is in-band")
+        if placed.slot >= len(self.ring.rows) or placed.slot in self._lent:
+            raise ProtocolError(f"PLACED in slot {placed.slot}, which is not free")
+        self._lent.add(placed.slot)
+        return Loan(self.ring, placed.request, placed.slot)
+
+    def give_back(self, loan: Loan) -> None:
+        """The slot is free again; nothing to do if that conversation is over."""
+        if loan.ring is self.ring:
+            self._lent.discard(loan.slot)
+            self.post(m.Release(loan.request, loan.slot))
+
     # -- for people ---------------------------------------------------------------------------------------------------------------
 
     def describe(self, now: float) -> str:
@@ -239,6 +310,8 @@ class Link:
         owed = list(self.asked.values())
         self.asked.clear()
         self._unsent.clear()
+        self._lent.clear()
+        self.lane = self.ring = None
         self.welcome = self.pong = None
         if self._socket is not None and self._monitor is not None:
             self._poller.unregister(self._socket)

@@ -11,7 +11,7 @@ from dflash_mp.stream.messages import Expectations, Hello, Refused, reason
 from dflash_mp.stream.plan import StreamPlan
 
 INBAND = "inband"  # payload in frames on the same socket
-SHARED_MEMORY = "shared_memory"  # payload in a ring; in HELLO and WELCOME followed by a slash and the ring's token
+SHARED_MEMORY = "shared_memory"  # payload in a ring of memory that both sides have mapped
 
 
 def expectations(config: RunConfig) -> Expectations:
@@ -23,6 +23,11 @@ def expectations(config: RunConfig) -> Expectations:
         row_tokens=config.data.row_tokens,
         layer_ids=None if layer_ids is None else tuple(layer_ids),
     )
+
+
+def lane_name(token: str) -> str:
+    """How HELLO and WELCOME call the shared-memory lane with the ring of this token."""
+    return f"{SHARED_MEMORY}/{token}"
 
 
 def refusal(hello: Hello, plan: StreamPlan, run: str) -> Refused | None:

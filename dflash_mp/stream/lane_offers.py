@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from dflash_mp.stream import ring_messages as rm
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.fd_passing import LaneError, check_peer, lane_address, listen, receive, send, stop_listening
-from dflash_mp.stream.handshake import SHARED_MEMORY
+from dflash_mp.stream.handshake import lane_name
 from dflash_mp.stream.messages import reason
 from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.wakeup import Wakeup
@@ -197,11 +197,6 @@ class LaneOffers:
                 )
             self._pending[request.peer] = pending = _Pending(rows)
             return pending
-
-
-def lane_name(token: str) -> str:
-    """How the lane of a ring is called in HELLO and WELCOME."""
-    return f"{SHARED_MEMORY}/{token}"
 
 
 def _request(connection: socket.socket) -> rm.RingRequest:

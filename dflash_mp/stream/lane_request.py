@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from dflash_mp.stream import ring_messages as rm
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.fd_passing import LaneError, connect, lane_address, receive, send
@@ -28,14 +30,23 @@ class LaneWishes:
     cuda_device: int | None = None
 
 
+def lane_wishes(rank: int, world: int, *, window_bytes: int, least: int, pin: bool, checksums: bool) -> LaneWishes:
+    """What rank `rank` asks each feeder for: a ring of `window_bytes`, or of `least` rows if those are more."""
+    pin = pin and torch.cuda.is_available()
+    request = rm.RingRequest(rm.VERSION, f"rank {rank}", world, window_bytes, least, pin, checksums)
+    return LaneWishes(request, torch.cuda.current_device() if pin else None)
+
+
 class LaneRequest:
     """Under way from construction on. When `done`, `ring` is there or `why` says why not; `wake` is called then."""
 
     def __init__(self, endpoint: str, wishes: LaneWishes | None, seconds: float, wake: Callable[[], None]) -> None:
         self.ring: MappedRing | None = None
-        self.why = "switched off"
-        self.done = wishes is None
+        self.why = ""
+        self.checksums = wishes is not None and wishes.request.checksums
+        self.done = False
         if wishes is None:
+            self._deny(LaneError("switched off"))
             return
         try:
             address = lane_address(endpoint)

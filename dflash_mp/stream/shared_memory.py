@@ -16,6 +16,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,19 @@ class MappedRing:
             ) from None
         memory = _tensor(mapping, cuda_device)
         self.rows = [memory[i * offer.stride :][: offer.row_bytes] for i in range(offer.rows)]
+
+
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """A row that lies in slot `slot` of the feeder's ring until it is given back with the number of its request."""
+
+    ring: MappedRing
+    request: int
+    slot: int
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self.ring.rows[self.slot]
 
 
 def _allocate(fd: int, nbytes: int, progress: Callable[[int], None]) -> mmap.mmap:

@@ -40,6 +40,37 @@ def make_slots(first_index: int, count: int, nbytes: int, *, pin: bool, remedy: 
     return [Slot(first_index + i, buffer, buffer.numpy().data) for i, buffer in enumerate(buffers)]
 
 
+class DeferredSlots:
+    """`count` slots whose memory is taken all at once when one of them is first used: most drafters of one machine never need it."""
+
+    def __init__(self, count: int, nbytes: int, *, pin: bool, remedy: str) -> None:
+        self._count, self._nbytes, self._pin, self._remedy = count, nbytes, pin, remedy
+        self._made: list[Slot] = []
+        self.slots = [DeferredSlot(index, self) for index in range(count)]
+
+    def make(self) -> list[Slot]:
+        """Take the memory now, if it has not been taken. `StreamError` if there is too little. Not locked."""
+        if not self._made:
+            self._made = make_slots(0, self._count, self._nbytes, pin=self._pin, remedy=self._remedy)
+        return self._made
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredSlot:
+    """One of them; used like a `Slot`."""
+
+    index: int
+    owner: DeferredSlots
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self.owner.make()[self.index].buffer
+
+    @property
+    def view(self) -> memoryview:
+        return self.owner.make()[self.index].view
+
+
 class SlotPool:
     """Slots made when first needed, up to `capacity`. Not locked: its owner is."""
 

@@ -13,15 +13,17 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 import xxhash
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
-from dflash_mp.stream.slots import Slot
+from dflash_mp.stream.shared_memory import Loan, MappedRing
+from dflash_mp.stream.slots import DeferredSlot, Slot
 
 _LOOK_SECONDS = 0.5  # between two looks at whether a wait is still wanted
 ATTEMPTS = 3  # times that a row is asked for before its error is final
@@ -41,20 +43,26 @@ class Request:
 
 @dataclass(eq=False)
 class Want:
-    """A row that has a slot. `source` is the request whose bytes go there."""
+    """A row that has a slot. `source` is the request whose bytes go there; with a `loan` the row lies in a feeder's ring instead."""
 
     sequence: int
     key: RowKey
-    slot: Slot
+    slot: Slot | DeferredSlot
     state: Literal["waiting", "asked", "ready", "failed"] = "waiting"
     requests: list[Request] = field(default_factory=list)  # that have not ended, oldest first
     source: Request | None = None
+    loan: Loan | None = None
     checksum: int = 0
     digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     feeder: str = ""  # asked last, or who sent it
     failures: int = 0
     failed_at: str = ""  # the feeder of the last failure
     failure: StreamError | None = None
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The whole row, uint8, once it is ready."""
+        return self.slot.buffer if self.loan is None else self.loan.buffer
 
     def accepts(self, request: Request, now: float) -> bool:
         """Whether the bytes of `request`, at its current place, belong into the slot; makes it the source if there is none that gets on."""
@@ -68,18 +76,17 @@ class Want:
 class Window:
     """`slots` rows ahead at most."""
 
-    def __init__(self, slots: list[Slot], starved: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, slots: Sequence[Slot | DeferredSlot], starved: Callable[[], None] = lambda: None) -> None:
         """`starved` is called when a wait begins."""
         self.changed = threading.Condition()
         self.seconds_waited = 0.0
         self.rows = 0
         self.reasked = 0
         self.duplicates = 0
-        self.starving = False
         self._starved = starved
         self.size = len(slots)
         self._waiting_since: float | None = None
-        self._free = slots
+        self._free = list(slots)
         self._keys: Iterator[RowKey] = iter(())
         self._exhausted = True
         self._numbers = itertools.count()
@@ -110,6 +117,8 @@ class Window:
         with self.changed:
             want = self._next(key)
             self._waiting_since = start
+            if want.state not in ("ready", "failed"):
+                self._starved()
             while want.state not in ("ready", "failed"):
                 if self._broken is not None:
                     raise self._broken
@@ -134,6 +143,11 @@ class Window:
             self._fill()
 
     # -- any thread ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def starving(self) -> bool:
+        """Whether the taker waits."""
+        return self._waiting_since is not None
 
     def waited(self) -> float:
         """Seconds spent in `take`, those of a wait that goes on included."""
@@ -181,6 +195,27 @@ class Window:
             want.requests.remove(request)
             want.state, want.feeder = "ready", request.feeder
             self.changed.notify_all()
+
+    def placed(self, request: Request, loan: Loan) -> None:
+        """The row lies in its feeder's ring."""
+        with self.changed:
+            request.want.loan = loan
+            self.ready(request)
+
+    def stuck(self) -> bool:
+        """Whether the trainer waits for a row that nobody has been asked for."""
+        with self.changed:
+            return self.starving and bool(self._order) and self._order[0].state == "waiting"
+
+    def recall(self, rings: Sequence[MappedRing]) -> Loan | None:
+        """Of the rows that lie in `rings` and have not been taken, have the last asked for again later; returns its loan, which has ended."""
+        with self.changed:
+            for want in reversed(self._order):
+                if want.state == "ready" and want.loan is not None and want.loan.ring in rings:
+                    loan, want.loan = want.loan, None
+                    self._wait_again(want)
+                    return loan
+            return None
 
     def duplicate(self, request: Request) -> None:
         """A feeder has sent all of a row that came from another."""
@@ -242,9 +277,12 @@ class Window:
     def _ask_if_nobody_sends(self, want: Want) -> None:
         """Of a request whose first bytes were dropped the row can't come."""
         if want.state == "asked" and not any(r is want.source or r.received == 0 for r in want.requests):
-            self.reasked += 1
-            want.state = "waiting"
-            bisect.insort(self._waiting, want, key=lambda each: each.sequence)
+            self._wait_again(want)
+
+    def _wait_again(self, want: Want) -> None:
+        self.reasked += 1
+        want.state = "waiting"
+        bisect.insort(self._waiting, want, key=lambda each: each.sequence)
 
     def _fail(self, want: Want, feeder: str, why: str) -> None:
         want.state, want.failure = "failed", StreamError(f"{feeder} could not give {want.key}: {why}")

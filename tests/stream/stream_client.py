@@ -14,6 +14,7 @@ from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
 
+SHARED_MEMORY = False  # whether clients ask for it
 QUICK = {"connect_seconds": 10.0, "row_seconds": 10.0, "silent_seconds": 1.0}
 
 
@@ -35,7 +36,15 @@ def client_of(
     plan = plan or synthetic_plan()
     window_mib = rows * RowLayout.of(plan).nbytes / 2**20
     config = StreamConfig(**{**QUICK, "window_mib": window_mib, **stream})
-    return RowClient(endpoints, synthetic_expectations(plan), rank=rank, world=world, stream=config, keys=keys)
+    return RowClient(
+        endpoints,
+        synthetic_expectations(plan),
+        rank=rank,
+        world=world,
+        stream=config,
+        keys=keys,
+        shared_memory=SHARED_MEMORY,
+    )
 
 
 def take_all(client: RowClient, wanted: list[RowKey]) -> Iterator[RowKey]:

@@ -1,0 +1,72 @@
+"""A drafter's rows that lie in feeders' rings: received, given back, and recalled when they are in the way.
+
+A row keeps its slot of the feeder's ring until the trainer has released it, so a ring can be full of rows that the trainer wants later while
+it waits for one that no ring has room for (its feeder died, say). Then the last of the later rows gives way and is asked for again:
+it's a function of its key, so nothing is lost but the time to make it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import xxhash
+
+from dflash_mp.stream.client_link import Link
+from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.messages import Placed
+from dflash_mp.stream.shared_memory import Loan
+from dflash_mp.stream.window import Request, Window
+
+
+class RingRows:
+    """`give_back` may be called from any thread; the rest belongs to the stream's."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = links
+        self._returned: deque[Loan] = deque()
+
+    def give_back(self, loan: Loan) -> None:
+        """The trainer needs the row no longer; its feeder is told by `pump`."""
+        self._returned.append(loan)
+
+    def pump(self) -> None:
+        """Tell the feeders what was given back."""
+        while self._returned:
+            loan = self._returned.popleft()
+            for link in self._links:
+                link.give_back(loan)
+
+    def receive(self, link: Link, placed: Placed, window: Window | None) -> Request | None:
+        """Hand a row on to the window; returns its request if it is corrupted. Raises `ProtocolError` if it isn't what was asked for."""
+        request = link.asked.get(placed.request)
+        if request is None or window is None:
+            raise ProtocolError(f"PLACED answers request {placed.request}, which was not made")
+        if placed.key != request.want.key:
+            raise ProtocolError(f"PLACED brings {placed.key}; {request.want.key} is due")
+        loan = link.borrow(placed)
+        del link.asked[placed.request]
+        request.heard = time.monotonic()
+        link.row_time.done(request.asked_at, request.heard)
+        if request.want.state != "asked":
+            link.give_back(loan)
+            window.duplicate(request)
+        elif link.checksums and xxhash.xxh3_64_intdigest(loan.buffer.numpy().data) != placed.checksum:
+            link.give_back(loan)
+            return request
+        else:
+            link.rows += 1
+            window.placed(request, loan)
+        return None
+
+    def able(self, window: Window, live: list[Link]) -> list[Link]:
+        """Which of the `live` feeders rows can be asked of; makes room for a row that the trainer waits for."""
+        if not live or not window.stuck():
+            return live
+        if not any(link.has_room for link in live):
+            loan = window.recall([link.ring for link in live if link.ring is not None])
+            if loan is not None:
+                self.give_back(loan)
+                self.pump()
+        return [link for link in live if link.has_room]
