@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
 import click
 
-from dflash_mp import __version__
+from dflash_mp import __version__, logs
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.health import health, trained
@@ -18,15 +19,20 @@ from dflash_mp.commands.watching import report, top
 from dflash_mp.errors import DflashError
 from dflash_mp.options import Group
 
+log = logging.getLogger("dflash_mp.cli")
+
 
 class _Main(Group):
-    """Prints a `DflashError` as text, without a traceback, and exits with its code."""
+    """Prints a `DflashError` as text, without a traceback, and exits with its code. A part of a run, and a log in JSON, say it in the log."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except DflashError as error:
-            click.secho(f"dflash-mp: {error}", fg="red", err=True)
+            if logs.tells_errors():
+                log.error("%s", error, extra=logs.facts("failed", exit_code=error.exit_code))
+            else:
+                click.secho(f"dflash-mp: {logs.redacted(str(error))}", fg="red", err=True)
             sys.exit(error.exit_code)
 
 

@@ -90,12 +90,10 @@ def start(speaker: Speaker, settings: Settings, out: TextIO | None = None) -> No
         sys.excepthook = _log_uncaught
 
 
-def current() -> tuple[Speaker, Settings] | None:
-    """Who `start` made this process, and how it logs; None before that."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, _Handler):
-            return handler.speaker, handler.settings
-    return None
+def tells_errors() -> bool:
+    """Whether the error that ends this process belongs into its log: that is JSON, or the process is a part of a run."""
+    own = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
+    return any(handler.settings.format == "json" or handler.speaker.rank is not None for handler in own)
 
 
 def is_line(text: str) -> bool:

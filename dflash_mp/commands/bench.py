@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from dflash_mp.options import Group
+from dflash_mp.options import Group, log_options, start_logs
+
+log = logging.getLogger(__name__)
 
 
 @click.group(cls=Group)
@@ -15,7 +18,14 @@ def bench() -> None:
     """Measure the parts against what they could be."""
 
 
-@bench.command("chaos")
+@bench.command(
+    "chaos",
+    examples=(
+        "dflash-mp bench chaos --kills 200 --seed 0 --out chaos",
+        "dflash-mp bench chaos --kills 20 --seconds 360 --parallel 2 --no-compile --out chaos",
+    ),
+)
+@log_options
 @click.option("--kills", default=200, show_default=True, type=click.IntRange(1), help="SIGKILLs to deal out.")
 @click.option("--seed", default=0, show_default=True, help="Of the plan of kills, the data and the weights.")
 @click.option(
@@ -39,13 +49,14 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
     from dflash_mp.bench.chaos import chaos as disturb
     from dflash_mp.bench.chaos_report import print_report
 
+    start_logs("chaos")
     console = Console(highlight=False, soft_wrap=True)
     report = disturb(
         kills,
         seed,
         out,
         seconds,
-        lambda text: console.print(text, markup=False),
+        log.info,
         parallel=parallel,
         compiled=compiled,
     )
@@ -53,7 +64,13 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
     sys.exit(0 if report.ok else 1)
 
 
-@bench.command("capture")
+@bench.command(
+    "capture",
+    examples=(
+        "dflash-mp bench capture --target Qwen/Qwen3-0.6B --tokens 2048",
+        "dflash-mp bench capture --target demo/SmolLM2-135M-Instruct --device cpu --threads 1",
+    ),
+)
 @click.option("--target", required=True, help="Hugging Face directory, hub id or .gguf file.")
 @click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
 @click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
@@ -79,7 +96,13 @@ def bench_capture(target: str, tokens: int, rounds: int, device: str, dtype: str
         click.echo(line)
 
 
-@bench.command("prepare")
+@bench.command(
+    "prepare",
+    examples=(
+        "dflash-mp bench prepare --target demo/SmolLM2-135M-Instruct --megabytes 2",
+        "dflash-mp bench prepare -c run.yaml",
+    ),
+)
 @click.option("--target", help="Hugging Face directory, hub id or .gguf file, for its tokenizer.")
 @click.option(
     "-c", "--config", "config_file", type=click.Path(path_type=Path), help="Use this run's target and sources."
@@ -102,7 +125,13 @@ def bench_prepare(target: str | None, config_file: Path | None, rounds: int, meg
         click.echo(line)
 
 
-@bench.command("step")
+@bench.command(
+    "step",
+    examples=(
+        "dflash-mp bench step --case 8b-a --case 8b-b",
+        "dflash-mp bench step --device cpu --repeats 3",
+    ),
+)
 @click.option("--case", "cases", multiple=True, help="Drafter and rows; may be repeated. An unknown one lists all.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--repeats", default=10, show_default=True, help="Measured passes; the median counts.")
@@ -114,7 +143,13 @@ def bench_step(cases: tuple[str, ...], device: str, repeats: int) -> None:
         click.echo(result.line())
 
 
-@bench.command("stream")
+@bench.command(
+    "stream",
+    examples=(
+        "dflash-mp bench stream",
+        "dflash-mp bench stream --row-mib 1 --rows 8 --repeats 3",
+    ),
+)
 @click.option("--row-mib", default=16.0, show_default=True, help="Size of a row in MiB.")
 @click.option("--rows", default=24, show_default=True, help="Rows of one measurement.")
 @click.option("--repeats", default=5, show_default=True, help="Measurements of each way; medians are compared.")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dflash_mp.options import Command, Group, config_options, load
+from dflash_mp.options import Command, Group, config_options, load, log_options, start_logs
+
+log = logging.getLogger(__name__)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp threads -c run.yaml --rows synthetic --drafters 2 --seconds 30",
+        "dflash-mp threads -c run.yaml --guard shim --gpus 0,1",
+    ),
+)
 @config_options
 @click.option("--drafters", default=3, show_default=True, type=click.IntRange(1), help="Threads that train a drafter.")
 @click.option("--guard", default="none", show_default=True, help="What stands between them; see docs/race.md.")
@@ -40,7 +49,15 @@ def threads(config_file: Path, overrides: tuple[str, ...], **options: Any) -> No
     train_threads(config, **options, console=Console())
 
 
-@click.group(cls=Group, invoke_without_command=True)
+@click.group(
+    cls=Group,
+    invoke_without_command=True,
+    examples=(
+        "dflash-mp compare --quick",
+        "dflash-mp compare --gpu --mode none --mode full-lock --mode processes --seconds 25 --out report",
+    ),
+)
+@log_options
 @click.option(
     "--quick", "scale", flag_value="quick", default="quick", help="Small drafters on the CPU, minutes (default)."
 )
@@ -63,10 +80,17 @@ def compare(context: click.Context, **options: Any) -> None:
 
         from dflash_mp.threads.command import run_compare
 
+        start_logs("compare")
         run_compare(**options, console=Console())
 
 
-@compare.command("races")
+@compare.command(
+    "races",
+    examples=(
+        "dflash-mp compare races",
+        "dflash-mp compare races --json",
+    ),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare_races(as_json: bool) -> None:
     """Reproduce each race on demand in this PyTorch: bare, with the older shim, with the shim."""
@@ -75,7 +99,8 @@ def compare_races(as_json: bool) -> None:
     reproduce(as_json)
 
 
-@compare.command("matrix")
+@compare.command("matrix", examples=("dflash-mp compare matrix 2.11.0 2.13.0 --environments race-matrix",))
+@log_options
 @click.argument("versions", nargs=-1, required=True)
 @click.option("--python", default=sys.executable, help="Interpreter to make the environments with.")
 @click.option(
@@ -89,4 +114,5 @@ def compare_matrix(versions: tuple[str, ...], python: str, environments: Path) -
     """Make an environment for each PyTorch version and reproduce the races in it (3 to 6 GB each)."""
     from dflash_mp.threads.matrix import run_matrix
 
-    run_matrix(versions, python, environments, click.echo)
+    start_logs("compare")
+    run_matrix(versions, python, environments, log.info)

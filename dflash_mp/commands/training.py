@@ -10,7 +10,13 @@ import click
 from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp prepare -c run.yaml --show 3    # and look at what is supervised",
+        "dflash-mp prepare -c run.yaml --set data.row_tokens=4096 --force",
+    ),
+)
 @config_options
 @log_options
 @click.option(
@@ -27,7 +33,13 @@ def prepare(config_file: Path, overrides: tuple[str, ...], show: int, force: boo
     prepare_and_report(config.data, load_tokenizer(config.target), seed=config.seed, show=show, force=force)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp feed -c run.yaml",
+        "dflash-mp feed -c run.yaml --index 1 --set target.device=cuda:1 --log-format json",
+    ),
+)
 @config_options
 @log_options
 @click.option(
@@ -42,7 +54,13 @@ def feed(config_file: Path, overrides: tuple[str, ...], index: int) -> None:
     serve(config, index)
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp keygen keys                     # feeder.public/.secret and drafter.public/.secret",
+        "dflash-mp keygen keys --name feeder",
+    ),
+)
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--name", help="Make only this pair; default: feeder and drafter.")
 def keygen(directory: Path, name: str | None) -> None:
@@ -53,7 +71,16 @@ def keygen(directory: Path, name: str | None) -> None:
         click.echo(f"{file}: {'stays on this host' if file.suffix == '.secret' else 'to be copied to the others'}")
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    examples=(
+        "dflash-mp run -c run.yaml --plan          # every option with its source; starts nothing",
+        "dflash-mp run -c run.yaml                 # Ctrl-C saves, the same command resumes",
+        "dflash-mp run -c run.yaml --set train.steps=2000 --set train.drafters=4",
+        "dflash-mp run -c run.yaml --profile steps=10..15 --profile ranks=0,2",
+        "dflash-mp run -c run.yaml --log-format json -q",
+    ),
+)
 @config_options
 @profile_option
 @log_options

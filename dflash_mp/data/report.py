@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -20,6 +21,8 @@ from dflash_mp.data.prepare import prepare
 from dflash_mp.data.row import SPLITS, TokenRow
 from dflash_mp.data.store import PreparedDataset
 
+log = logging.getLogger(__name__)
+
 _BEGIN, _END = "[[", "]]"
 
 
@@ -33,7 +36,7 @@ def prepare_and_report(data: DataConfig, tokenizer: Any, *, seed: int, show: int
             seed=seed,
             force=force,
             advance=advance,
-            say=lambda text: console.print(text, style="yellow"),
+            say=log.warning,
         )
     print_summary(manifest, data.path, console)
     if show:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from dflash_mp.threads.guards import GUARDS, guard_named
 from dflash_mp.threads.log import log_file, read_log
 from dflash_mp.threads.pipeline import run_threads
 from dflash_mp.threads.work import SCALES, RowsFrom, Work, synthetic_plan, synthetic_work
+
+_logger = logging.getLogger(__name__)
 
 _LOG_COLUMNS = 120
 MODES = (*GUARDS, PROCESSES)
@@ -107,7 +110,7 @@ def run_compare(
         list(modes) or list(MODES),
         out,
         limits=Limits(quiet=15.0 if scale == "quick" else 25.0),
-        say=lambda text: console.print(text, markup=False),
+        say=_logger.info,
     )
     figures, title = report.all_figures(results), report.heading(work)
     if not console.is_terminal:
