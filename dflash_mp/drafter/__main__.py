@@ -1,20 +1,17 @@
 """`torchrun --nproc-per-node N -m dflash_mp.drafter --config FILE`: one process per drafter GPU.
 
 A rank connects to the feeders, takes the target's embedding and head from them, resumes from the newest checkpoint of the run directory if
-there is one, and trains to the last step. SIGTERM or SIGINT: all ranks finish the step, save, and exit 0. A rank that waits for a row which
-doesn't come cannot finish the step: seconds later it ends with 128 + signal, takes the others with it, and the last checkpoint stands.
-A second signal, or one before training begins, ends the process at once. Other exit codes are those of `dflash_mp.errors`.
+there is one, and trains to the last step. SIGTERM or SIGINT to any rank: all finish the step, save, and exit 0; a step for which a row
+doesn't come in seconds is dropped, a held-out measurement is cut short. A second signal, or one before training begins, ends the
+process at once, with 128 + signal. Other exit codes are those of `dflash_mp.errors`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import time
 from pathlib import Path
-from types import FrameType
 
 import click
 
@@ -23,6 +20,7 @@ from dflash_mp.config import RunConfig
 from dflash_mp.drafter import checkpoint, state
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.step_profile import StepProfile
+from dflash_mp.drafter.stopping import Stopping
 from dflash_mp.drafter.trainer import train
 from dflash_mp.drafter.world import World, join, leave
 from dflash_mp.errors import DflashError
@@ -31,7 +29,7 @@ from dflash_mp.monitor.training import TrainingRecord
 from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 from dflash_mp.process import die_with_parent
 from dflash_mp.profiling import ProfileRequest, parse_profile
-from dflash_mp.stream.client import RowClient, StopRequest
+from dflash_mp.stream.client import RowClient
 from dflash_mp.stream.plan import StreamPlan
 
 log = logging.getLogger("dflash_mp.drafter")
@@ -64,8 +62,9 @@ def main(config_file: Path, overrides: tuple[str, ...], profile: tuple[str, ...]
 
 def run(config: RunConfig, profile: ProfileRequest | None = None) -> None:
     """Join the ranks, connect, train, leave. Raises `DflashError`."""
-    stop = _Signals()
+    stop = Stopping()
     world = join(config)
+    stop.share(world.store)
     if profile is not None:
         profile.check(config.train.steps, world.size)
     found = checkpoint.find(config.run_dir) if world.rank == 0 else None
@@ -109,7 +108,7 @@ def run(config: RunConfig, profile: ProfileRequest | None = None) -> None:
     leave(world)
 
 
-def _client(config: RunConfig, world: World, resumed: StreamPlan | None, stop: _Signals) -> RowClient:
+def _client(config: RunConfig, world: World, resumed: StreamPlan | None, stop: Stopping) -> RowClient:
     return RowClient.of(
         config,
         world.rank,
@@ -117,23 +116,8 @@ def _client(config: RunConfig, world: World, resumed: StreamPlan | None, stop: _
         plan=resumed,
         held=config.train.micro_batch_rows,
         pin=world.device.type == "cuda",
-        stop=lambda: stop.requested,
+        stop=stop.anywhere,
     )
-
-
-class _Signals:
-    """Remembers the first SIGTERM or SIGINT while training. Before that there is nothing to save: it ends the process, as a second one does."""
-
-    def __init__(self) -> None:
-        self.requested: StopRequest | None = None
-        self.training = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None or not self.training:
-            os._exit(128 + number)
-        self.requested = StopRequest(signal.Signals(number), time.monotonic())
 
 
 if __name__ == "__main__":

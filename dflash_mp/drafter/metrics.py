@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_BOOKKEEPING = ("weight", "waited", "longest_wait", "stop", "tokens")
+_BOOKKEEPING = ("weight", "waited", "longest_wait", "stop", "abandoned", "tokens")
 _SCALARS = (
     "loss",  # Σ weight · cross-entropy
     "weight",  # Σ weight
@@ -21,6 +21,7 @@ _SCALARS = (
     "covered",  # of those, tokens that are a label of some block
     "tokens",  # tokens of the rows, padding included
     "stop",  # ranks that were asked to stop
+    "abandoned",  # ranks that lacked a row when they were asked to stop
 )
 
 
@@ -71,6 +72,7 @@ class StepSums:
             waited=sum(waits),
             longest_wait=max(waits),
             stop=named["stop"] > 0,
+            abandoned=named["abandoned"] > 0,
         )
 
 
@@ -88,6 +90,7 @@ class Figures:
     waited: float  # seconds that ranks waited for rows, summed over ranks
     longest_wait: float  # of the rank that waited longest
     stop: bool  # some rank was asked to stop
+    abandoned: bool  # some rank lacked rows: these are the figures of nothing
 
     def public(self) -> dict[str, Any]:
         """What goes to logs: everything but the bookkeeping."""

@@ -2,14 +2,16 @@
 
 A step's result is a function of (seed, step, the rows' content): rows and anchors are found by ordinal, losses and gradients are sums over
 the rows of all ranks, divided once by the global sum of weights. Which rank computed a row, when it arrived and how often the run was
-interrupted leave no trace.
+interrupted leave no trace. A rank that lacks a row when a stop is asked for goes on with empty rows, since others wait for it in a collective; then all
+ranks drop the step, and the last finished one is what is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dflash_mp.config import RunConfig
+from dflash_mp.data.row import RowKey
 from dflash_mp.drafter import schedule
 from dflash_mp.drafter.balance import Balance, RowWaits
 from dflash_mp.drafter.batch import BatchLoader, MicroBatch
@@ -30,8 +33,11 @@ from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.drafter.step_profile import StepProfile, span
 from dflash_mp.drafter.world import World
+from dflash_mp.stream.client import StoppedWaiting
 from dflash_mp.stream.pace import FeedersPace
 from dflash_mp.stream.plan import StreamPlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,34 +76,35 @@ def train(
     held_out = min(options.held_out_rows, trainer.plan.data.held_out_rows)
     source.schedule(schedule.row_sequence(options, trainer.step, world.rank, world.size, held_out))
     warm_up(trainer)
+    stopping, saved = False, trainer.step
     if trainer.step == 0:
-        with trainer.compilations.during("held-out"):
-            measure_held_out(trainer, held_out, report)
+        stopping = not measure_held_out(trainer, held_out, report, stop_requested)
     meter, balance = _Meter(), Balance(options, world.size, feeding)
     profile = profile or StepProfile(None, trainer.config.run_dir, world.rank, world.device)
-    while trainer.step < options.steps:
+    while trainer.step < options.steps and not stopping:
         started = time.perf_counter()
         with trainer.compilations.during("step"), profile.around(trainer.step + 1):
             figures, norm = train_step(trainer, stop_requested())
-        meter.add(figures)
-        balance.add(time.perf_counter() - started, figures.longest_wait)
+        stopping = figures.stop
         last = trainer.step == options.steps
-        if trainer.step % options.log_every == 0 or last:
-            rate = schedule.learning_rate(trainer.step - 1, options)
-            more = {"learning_rate": rate, "gradient_norm": norm, **meter.take(world.size), **balance.take()}
-            more["recompilations"] = float(trainer.compilations.after_warm_up)
-            report.step(trainer.step, options.steps, figures, more)
-        if schedule.held_out_due(trainer.step, options):
-            with trainer.compilations.during("held-out"):
-                measure_held_out(trainer, held_out, report)
-        if trainer.step % options.checkpoint_every == 0 or last or figures.stop:
+        if not figures.abandoned:
+            meter.add(figures)
+            balance.add(time.perf_counter() - started, figures.longest_wait)
+            if trainer.step % options.log_every == 0 or last:
+                rate = schedule.learning_rate(trainer.step - 1, options)
+                more = {"learning_rate": rate, "gradient_norm": norm, **meter.take(world.size), **balance.take()}
+                more["recompilations"] = float(trainer.compilations.after_warm_up)
+                report.step(trainer.step, options.steps, figures, more)
+        if schedule.held_out_due(trainer.step, options) and not stopping:
+            stopping = not measure_held_out(trainer, held_out, report, stop_requested)
+        if trainer.step > saved and (trainer.step % options.checkpoint_every == 0 or last or stopping):
             save(trainer)
+            saved = trainer.step
             if (advice := balance.advice()) is not None:
                 report.say(advice)
-        if figures.stop:
-            profile.close(trainer.step)
-            return False
-    return True
+    if stopping:
+        profile.close(trainer.step)
+    return trainer.step == options.steps
 
 
 def warm_up(trainer: Trainer) -> None:
@@ -109,13 +116,17 @@ def warm_up(trainer: Trainer) -> None:
 
 
 def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
-    """One optimizer step: its figures over all ranks and the gradient's norm. `stop`: this rank was asked to stop."""
+    """One optimizer step: its figures over all ranks and the gradient's norm. `stop`: this rank was asked to stop.
+
+    When `figures.abandoned`, nothing has changed.
+    """
     options, world, step = trainer.config.train, trainer.world, trainer.step
     sums, waits = StepSums(trainer.shape.block_size, world.device, world.size), RowWaits(world.device)
     batches = schedule.rows_of_step(step, world.rank, world.size, options.rows_per_step, options.micro_batch_rows)
+    abandoned = False
     for number, keys in enumerate(batches):
         with waits.waiting(), span("data wait"):
-            batch = trainer.loader.load(keys)
+            batch, abandoned = _load(trainer, keys, abandoned)
         with _adding_over_ranks(trainer, number + 1 == len(batches)):
             with span("forward"):
                 loss = trainer.objective.loss(trainer.parallel, batch)
@@ -123,11 +134,15 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
                 loss.total.backward()
         _measure(sums, batch, loss)
     trainer.loader.release()
-    sums.add("stop", float(stop))
+    sums.add("stop", float(stop or abandoned))
+    sums.add("abandoned", float(abandoned))
     sums.add_wait(world.rank, waits.seconds())
     with span("reduce"):
         world.sum(sums.values)
         figures = sums.figures()
+    if figures.abandoned:
+        trainer.optimizer.zero_gradients()
+        return figures, 0.0
     with span("optimizer"):
         norm = trainer.optimizer.step(schedule.learning_rate(step, options), figures.weight)
     trainer.step += 1
@@ -135,20 +150,39 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
 
 
 @torch.no_grad()
-def measure_held_out(trainer: Trainer, rows: int, report: Reporter) -> Figures | None:
-    """Loss and acceptance on the first `rows` held-out rows, shared out over the ranks; None when there are none."""
+def measure_held_out(trainer: Trainer, rows: int, report: Reporter, stop_requested: Callable[[], bool]) -> bool:
+    """Report loss and acceptance on the first `rows` held-out rows, shared out over the ranks. False when some rank was asked to stop:
+    the measurement is then cut short, and not reported.
+    """
     if rows == 0:
-        return None
+        return True
     world = trainer.world
     sums = StepSums(trainer.shape.block_size, world.device)
-    for keys in schedule.held_out_rows(world.rank, world.size, rows, trainer.config.train.micro_batch_rows):
-        batch = trainer.loader.load(keys)
-        _measure(sums, batch, trainer.objective.loss(trainer.model, batch))
+    abandoned = False
+    with trainer.compilations.during("held-out"):
+        for keys in schedule.held_out_rows(world.rank, world.size, rows, trainer.config.train.micro_batch_rows):
+            abandoned = abandoned or stop_requested()
+            batch, abandoned = _load(trainer, keys, abandoned)
+            if abandoned:
+                break
+            _measure(sums, batch, trainer.objective.loss(trainer.model, batch))
     trainer.loader.release()
+    sums.add("stop", float(abandoned))
     world.sum(sums.values)
     figures = sums.figures()
-    report.held_out(trainer.step, figures)
-    return figures
+    if not figures.stop:
+        report.held_out(trainer.step, figures)
+    return not figures.stop
+
+
+def _load(trainer: Trainer, keys: Sequence[RowKey | None], abandoned: bool) -> tuple[MicroBatch, bool]:
+    """The micro-batch of `keys`, and whether the step is abandoned; then it is empty."""
+    if not abandoned:
+        try:
+            return trainer.loader.load(keys), False
+        except StoppedWaiting as stopped:
+            log.warning("%s", stopped.what)
+    return trainer.loader.load([None] * len(keys)), True
 
 
 def _measure(sums: StepSums, batch: MicroBatch, loss: BlockLoss) -> None:

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_mp.config import RunConfig
@@ -33,6 +34,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    store: dist.Store | None = None  # where the ranks met; None in a world of one
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all ranks, in place on this rank's device; also returns them."""
@@ -72,14 +74,20 @@ def join(config: RunConfig) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_size))
+    store = None
     if size > 1:
         seconds = config.stream.row_seconds + config.stream.connect_seconds + _COLLECTIVE_MARGIN_SECONDS
+        bound = timedelta(seconds=seconds)
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=bound))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=seconds),
+            timeout=bound,
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=size,
             device_id=device if device.type == "cuda" else None,
         )
-    return World(rank, size, local_rank, local_size, device)
+    return World(rank, size, local_rank, local_size, device, store)
 
 
 def leave(world: World) -> None:

@@ -1,0 +1,86 @@
+"""SIGTERM and SIGINT of a rank: the first asks for a stop, which all ranks then agree on; the second ends the process.
+
+A thread reads the signals, because the main thread may be inside a collective, a compilation or a kernel for minutes, where no Python signal
+handler runs. It also tells the other ranks, through the store that they met at: one of them may wait for a row that doesn't come, while
+this rank waits for it. Before training begins there is nothing to save, and the first signal ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import torch.distributed as dist
+
+from dflash_mp.stream.client import StopRequest
+
+log = logging.getLogger(__name__)
+_SAME_SECONDS = 1.0  # a signal to a whole group comes directly, and again from a parent that hands it on
+_ASK_SECONDS = 0.5  # between two looks at what other ranks say
+_KEY = "dflash_mp/stop"
+
+
+class Stopping:
+    """`requested`: the request that this process got. `training` is set when there is something to save. Make it in the main thread."""
+
+    def __init__(self) -> None:
+        self.requested: StopRequest | None = None
+        self.training = False
+        self._told: StopRequest | None = None  # by another rank
+        self._store: dist.Store | None = None
+        self._asked_at = 0.0
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
+
+    def share(self, store: dist.Store | None) -> None:
+        """Exchange requests with the other ranks through `store`; None in a world of one."""
+        self._store = (
+            None if store is None else store.clone()
+        )  # a connection of its own: waits on the other don't hold it up
+
+    def anywhere(self) -> StopRequest | None:
+        """The request of this process or, found out at most twice a second, of another rank. For use while waiting."""
+        if self.requested is not None or self._told is not None or self._store is None:
+            return self.requested or self._told
+        now = time.monotonic()
+        if now - self._asked_at > _ASK_SECONDS:
+            self._asked_at = now
+            try:
+                if self._store.check([_KEY]):
+                    self._told = StopRequest(signal.Signals(int(self._store.get(_KEY))), now)
+            except (
+                RuntimeError,
+                ValueError,
+            ) as error:  # the process that held the store has gone, and torchrun with it
+                self._lose_store(error)
+        return self._told
+
+    def _watch(self, reading: int) -> None:
+        while True:
+            number = signal.Signals(os.read(reading, 1)[0])
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            now = time.monotonic()
+            if not self.training or (self.requested is not None and now - self.requested.at > _SAME_SECONDS):
+                os._exit(128 + number)
+            if self.requested is None:
+                self.requested = StopRequest(number, now)
+                self._tell(number)
+
+    def _tell(self, number: signal.Signals) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(_KEY, str(int(number)))
+            except RuntimeError as error:
+                self._lose_store(error)
+
+    def _lose_store(self, error: Exception) -> None:
+        self._store = None
+        log.warning("the other ranks can't be asked whether to stop: %s", str(error).splitlines()[0])
