@@ -21,10 +21,11 @@ class Finding:
     found: str
     remedy: str = ""
     exit_code: int = 1
+    details: tuple[str, ...] = ()  # how it was reckoned, a line each
 
 
-def green(about: str, found: str) -> Finding:
-    return Finding(about, "green", found)
+def green(about: str, found: str, details: tuple[str, ...] = ()) -> Finding:
+    return Finding(about, "green", found, details=details)
 
 
 def yellow(about: str, found: str, remedy: str) -> Finding:
