@@ -8,6 +8,7 @@ ends at once with 128 + signal. A worker that was still starting ends itself (`d
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
+from dflash_mp import logs
 from dflash_mp.process import LEADER, children_of, die_with_parent, mark_of, send_signal
+
+log = logging.getLogger("dflash_mp.torchrun")
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -25,6 +29,7 @@ _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(arguments: list[str]) -> int:
     """Run torchrun; 0, or the exit code of the first failed rank (128 + signal when a signal ended it, or torchrun itself)."""
     die_with_parent()
+    logs.start(logs.Speaker("torchrun"), logs.Settings.of(os.environ))
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # torchrun's own default, without its banner; a rank sets its threads itself
@@ -34,10 +39,10 @@ def main(arguments: list[str]) -> int:
         torchrun(["--log-dir", os.devnull, "--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"torchrun: rank {rank} was the first to fail, with exit code {failure.exitcode}", file=sys.stderr)
+        log.error("rank %d was the first to fail, with exit code %d", rank, failure.exitcode)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as signalled:
-        print(f"torchrun: stopped by {signalled.sigval.name}", file=sys.stderr)
+        log.info("stopped by %s", signalled.sigval.name)
         return 128 + signalled.sigval
     return 0
 
@@ -61,7 +66,7 @@ def _stop_ranks(reading: int) -> None:
         for rank in ranks:
             send_signal(rank, signal.SIGTERM)
         if not ranks and number in _STOP:
-            os.write(2, f"torchrun: stopped by {number.name}, without a rank\n".encode())
+            log.info("stopped by %s, without a rank", number.name)
             os._exit(128 + number)
 
 
