@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the launchers: a virtual environment with dflash-mp in it, and stages that tell how long they took.
 
 PYTHON="${PYTHON:-python3}"
@@ -28,6 +29,7 @@ make_environment() {
         "$PYTHON" -m venv "$VENV" \
             || { echo "$PYTHON cannot make virtual environments: install its venv module (Debian: apt install python3-venv)" >&2; return 1; }
     fi
+    # shellcheck disable=SC1091  # made above
     . "$VENV/bin/activate"
     python -m pip install --quiet --disable-pip-version-check "$TORCH" -e ".$1"
 }
