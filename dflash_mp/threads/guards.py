@@ -162,6 +162,13 @@ def _compile_backward_ahead() -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
 
 
+def _own_backward() -> None:
+    """Autograd work of the calling thread, tracing's included, is done by it, not by the thread that all share for the device."""
+    import torch
+
+    torch.autograd.set_multithreading_enabled(False)
+
+
 @contextlib.contextmanager
 def _module_replacement() -> Iterator[None]:
     from dflash_mp.threads.module_replacement import replaced
@@ -190,6 +197,13 @@ GUARDS = {
             _all_free,
             _shim,
             _compile_backward_ahead,
+        ),
+        Guard(
+            "shim-own-backward",
+            "the shim, each backward pass in the thread that asked for it",
+            _all_free,
+            _shim,
+            _own_backward,
         ),
     )
 }

@@ -1,0 +1,63 @@
+"""The deadlock of the compile lock and a device's autograd thread: on a GPU it is met on demand, and where autograd work stays in the calling
+thread it is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from dflash_mp.threads.deadlock import BACKWARD_GRAPH, FLEX, NEW_GRAPH, PRODUCT, Meeting, meetings_on
+from dflash_mp.threads.guards import GUARDS
+
+
+def _met(meeting: Meeting) -> dict[str, object]:
+    command = [sys.executable, "-m", "dflash_mp.threads.deadlock", json.dumps(asdict(meeting))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_threads_that_use_no_device_thread_do_not_wait_for_each_other():
+    found = _met(meetings_on(["cpu"])[0])
+    assert found["stuck"] == [] and found["errors"] == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs", [NEW_GRAPH, BACKWARD_GRAPH])
+def test_flex_attention_compiled_beside_a_backward_pass_that_compiles_is_stuck(needs):
+    found = _met(Meeting(FLEX, needs, "cuda:0", "cuda:0"))
+    assert found["stuck"] == ["A", "B"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "meeting",
+    [
+        Meeting(PRODUCT, NEW_GRAPH, "cuda:0", "cuda:0"),
+        Meeting(FLEX, NEW_GRAPH, "cuda:0", "cuda:0", own_threads=True),
+        Meeting(FLEX, BACKWARD_GRAPH, "cuda:0", "cuda:0", own_threads=True),
+    ],
+)
+def test_other_compilations_and_threads_that_do_their_own_autograd_work_go_on(meeting):
+    found = _met(meeting)
+    assert found["stuck"] == [] and found["errors"] == {}
+
+
+def test_the_own_backward_guard_acts_on_its_thread_only():
+    seen: list[bool] = []
+
+    def look() -> None:
+        GUARDS["shim-own-backward"].in_thread()
+        seen.append(torch._C._is_multithreading_enabled())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(30)
+    assert seen == [False]
+    assert torch._C._is_multithreading_enabled()
