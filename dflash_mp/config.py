@@ -67,6 +67,9 @@ class DataConfig(_Section):
     max_document_tokens: int | None = Field(None, ge=16, description="cut documents here; default: row_tokens")
     min_supervised_tokens: int = Field(32, ge=2, description="drop documents with fewer supervised tokens")
     held_out: float = Field(0.02, ge=0.0, lt=1.0, description="share of documents kept apart for evaluation")
+    unfinished: Literal["keep", "drop"] = Field(
+        "keep", description="answers cut when generated (finish_reason: length): keep, the end unsupervised, or drop"
+    )
     thinking: Literal["default", "on", "off"] = Field(
         "default", description="enable_thinking given to the chat template"
     )

@@ -7,7 +7,7 @@
 | pairs    | prompt/response, instruction (+ input)/output, question/answer, …; a `system` prompt beside them |
 | text     | `text` |
 
-`tools` beside a conversation reach the template too. A record that fits no shape, or is wrong inside, raises `DataError` with its place.
+`tools` beside a conversation reach the template too; `finish_reason: length` says that its last answer was cut when it was generated. A record that fits no shape, or is wrong inside, raises `DataError` with its place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,14 @@ _SPEAKERS = {
     "observation": "tool",
 }
 KNOWN_KEYS = frozenset(
-    {*_CONVERSATION_KEYS, *(key for pair in _PAIR_KEYS for key in pair), *_SYSTEM_KEYS, "text", "tools"}
+    {
+        *_CONVERSATION_KEYS,
+        *(key for pair in _PAIR_KEYS for key in pair),
+        *_SYSTEM_KEYS,
+        "text",
+        "tools",
+        "finish_reason",
+    }
 )
 
 
@@ -59,12 +66,16 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation (`messages`, perhaps with `tools`) or a plain `text`; the other one is None."""
+    """A conversation (`messages`, perhaps with `tools`) or a plain `text`; the other one is None.
+
+    `unfinished`: the conversation's last answer was cut when it was generated, so the target did not end its turn there.
+    """
 
     place: str
     messages: list[Message] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    unfinished: bool = False
 
     def identity(self) -> bytes:
         """Equal for equal documents, whatever file or shape of record they came from; blanks around a text do not count."""
@@ -84,11 +95,17 @@ def to_document(record: Record, shape: str = "auto") -> Document:
     if shape in ("auto", "messages", "sharegpt"):
         for key in _CONVERSATION_KEYS:
             if fields.get(key) is not None:
-                return Document(place, messages=_conversation(fields[key], key, shape, place), tools=_tools(record))
+                messages = _conversation(fields[key], key, shape, place)
+                return Document(
+                    place, messages=messages, tools=_tools(record), unfinished=_unfinished(messages, record)
+                )
     if shape in ("auto", "pairs"):
         for prompt, response in _PAIR_KEYS:
             if fields.get(prompt) is not None and fields.get(response) is not None:
-                return Document(place, messages=_pair(record, prompt, response), tools=_tools(record))
+                messages = _pair(record, prompt, response)
+                return Document(
+                    place, messages=messages, tools=_tools(record), unfinished=_unfinished(messages, record)
+                )
     if shape in ("auto", "text") and fields.get("text") is not None:
         return Document(place, text=_string(fields["text"], "text", place))
     wanted = "messages, conversations, a pair such as prompt/response, or text" if shape == "auto" else f"shape {shape}"
@@ -163,6 +180,10 @@ def _pair(record: Record, prompt: str, response: str) -> list[Message]:
     ]
     system = next((key for key in _SYSTEM_KEYS if fields.get(key)), None)
     return [{"role": "system", "content": _string(fields[system], system, place)}, *messages] if system else messages
+
+
+def _unfinished(messages: list[Message], record: Record) -> bool:
+    return record.fields.get("finish_reason") == "length" and messages[-1]["role"] == "assistant"
 
 
 def _tools(record: Record) -> list[dict[str, Any]] | None:

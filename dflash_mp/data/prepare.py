@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from dflash_mp.config import DataConfig, SourceConfig
@@ -30,6 +31,7 @@ from dflash_mp.errors import ConfigError, DataError
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 _PROMPT_CHARACTERS = 2000
+_UNFINISHED = "answer cut when generated"
 
 
 def prepare(
@@ -128,6 +130,11 @@ class _Preparation:
 
     def _place(self, document: Document, tokens: EncodedDocument, counts: SourceCounts) -> None:
         counts.documents += 1
+        if document.unfinished:
+            if self._data.unfinished == "drop":
+                counts.dropped[_UNFINISHED] = counts.dropped.get(_UNFINISHED, 0) + 1
+                return
+            tokens = _without_last_end(tokens)
         kept = _cut(tokens, self._longest)
         supervised = int(kept.loss_mask.sum())
         if supervised < self._data.min_supervised_tokens:
@@ -164,6 +171,13 @@ def _cut(tokens: EncodedDocument, longest: int) -> EncodedDocument:
     return EncodedDocument(tokens.input_ids[:longest], tokens.loss_mask[:longest], turns)
 
 
+def _without_last_end(tokens: EncodedDocument) -> EncodedDocument:
+    """The end of the last turn is not supervised: the template put it there, where the target would have gone on."""
+    loss_mask = tokens.loss_mask.copy()
+    loss_mask[np.flatnonzero(loss_mask)[-1:]] = 0
+    return replace(tokens, loss_mask=loss_mask)
+
+
 def _prompt(document: Document, kept: EncodedDocument) -> Prompt | None:
     """What to ask for a held-out document: it ends where its last assistant turn (of those not cut off) begins."""
     if document.messages is None:
@@ -191,7 +205,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 def _settings(data: DataConfig, tokenizer: Any, seed: int) -> dict[str, Any]:
     """All that the rows depend on, in JSON's types; files by content, not by name."""
-    return {
+    settings: dict[str, Any] = {
         "format": FORMAT,
         "seed": seed,
         "tokenizer": tokenizer_fingerprint(tokenizer),
@@ -204,6 +218,7 @@ def _settings(data: DataConfig, tokenizer: Any, seed: int) -> dict[str, Any]:
         "shard_tokens": data.shard_tokens,
         "sources": [_describe_source(source) for source in data.sources],
     }
+    return settings if data.unfinished == "keep" else {**settings, "unfinished": data.unfinished}
 
 
 def _describe_source(source: SourceConfig) -> dict[str, Any]:
@@ -214,7 +229,7 @@ def _describe_source(source: SourceConfig) -> dict[str, Any]:
 
 
 def _check_same(path: Path, existing: dict[str, Any], wanted: dict[str, Any]) -> None:
-    different = [key for key in wanted if existing.get(key) != wanted[key]]
+    different = [key for key in {**wanted, **existing} if existing.get(key) != wanted.get(key)]
     if different:
         raise DataError(
             f"{path} is a prepared dataset made with other {', '.join(different)}",

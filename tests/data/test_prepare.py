@@ -337,6 +337,25 @@ def test_thinking_reaches_the_template_and_the_manifest(tmp_path: Path) -> None:
         assert text.endswith(f"<|im_end|>\n{printed}")
 
 
+def test_the_end_of_an_answer_that_was_cut_is_not_supervised(tmp_path: Path) -> None:
+    whole = {"prompt": "question", "response": "one two three four"}
+    source = write_jsonl(tmp_path / "cut.jsonl", [whole, {**whole, "finish_reason": "length"}])
+    config = data_config(tmp_path / "kept", source, held_out=0.0)
+    prepare(config, byte_tokenizer(CHATML), seed=1)
+    row = PreparedDataset.open(config.path).row("train", 0)
+    first, second = (row.document_ids == number for number in (1, 2))
+    np.testing.assert_array_equal(row.input_ids[first], row.input_ids[second])
+    differs = np.flatnonzero(row.loss_mask[first] != row.loss_mask[second])
+    assert differs.tolist() == [np.flatnonzero(row.loss_mask[first])[-1]]
+    assert row.loss_mask[second][differs[0]] == 0
+
+    config = data_config(tmp_path / "dropped", source, held_out=0.0, unfinished="drop")
+    manifest = prepare(config, byte_tokenizer(CHATML), seed=1)
+    assert manifest.dropped() == {"answer cut when generated": 1}
+    with pytest.raises(DataError, match="other unfinished"):
+        prepare(config.model_copy(update={"unfinished": "keep"}), byte_tokenizer(CHATML), seed=1)
+
+
 def test_manifest_is_plain_json_without_times(tmp_path: Path) -> None:
     prepare_pairs(tmp_path)
     tree = json.loads((tmp_path / "prepared" / "manifest.json").read_text())
