@@ -11,6 +11,7 @@ import click
 from dflash_mp import __version__, logs
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
+from dflash_mp.commands.doctor import doctor
 from dflash_mp.commands.health import health, trained
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
@@ -43,6 +44,7 @@ def main() -> None:
 
 
 for _command in (
+    doctor,
     demo,
     regenerate,
     prepare,

@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {*_BASE, "calibration", "stream", "drafter", "preflight", "profiling", "run_view", "supervisor"},
     "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "run_view", "supervisor"},
     "health": {*_BASE, "drafter"},
+    "doctor": {*_BASE, "data", "stream", "target", "drafter", "bench"},
     "threads": {*_BASE, "data", "stream", "target", "drafter"},
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))

@@ -112,6 +112,20 @@ def bench_stream(row_mib: float = 16, rows: int = 24, repeats: int = 5) -> Strea
     return StreamSpeed(nbytes, rows, samples)
 
 
+def probe_stream(kind: str, row_mib: float = 8, rows: int = 12) -> float:
+    """Bytes per second of rows from a feeder process to this one, by "ipc" or "tcp" (loopback): the better of two tries, a few seconds."""
+    hidden = max(32, int(row_mib * 2**20 / _TOKENS / 4) // 32 * 32)
+    plan = synthetic_plan(_TOKENS, hidden)
+    nbytes = RowLayout.of(plan).nbytes
+    with _Source(_TOKENS, hidden, nbytes) as source:
+        stream = _Stream(plan, source.endpoints[kind])
+        try:
+            stream.take(_SLOTS)
+            return rows * nbytes / min(stream.take(rows) for _ in range(2))
+        finally:
+            stream.client.close()
+
+
 class _Stream:
     """Rows through the real client."""
 

@@ -15,6 +15,7 @@ _SHM = Path("/dev/shm")
 _SHM_LEAST = 16 << 20  # below this hardly anything that uses it starts
 _SHM_PER_RANK = 64 << 20  # NCCL takes some 10 MB per connection and channel
 _SHM_GOOD = 1 << 30
+_UNLIMITED = 1 << 60  # a control group without a limit says so with a huge number
 _FILES_PER_PROCESS = 16
 _FILES_ANYWAY = 256
 _FILES_GOOD = 4096
@@ -84,10 +85,12 @@ def _memory() -> Finding:
     limits = left()
     if not limits:
         return yellow("host memory", "neither /proc/meminfo nor a control group says what is left", "mount /proc")
-    who, least = min(limits, key=lambda limit: limit[1])
-    text = "; ".join(f"{whose} has {gib(nbytes)} left" for whose, nbytes in dict(limits).items())
-    if least < 1 << 30:
-        return yellow("host memory", text, f"free memory, or raise the limit of {who}")
+    tightest = {who: min(nbytes for whose, nbytes in limits if whose == who) for who, _ in limits}
+    text = "; ".join(f"{who} has {gib(nbytes)} left" for who, nbytes in tightest.items() if nbytes < _UNLIMITED)
+    if min(tightest.values()) < 1 << 30:
+        return yellow(
+            "host memory", text, f"free memory, or raise the limit of {min(tightest, key=tightest.__getitem__)}"
+        )
     return green("host memory", text)
 
 

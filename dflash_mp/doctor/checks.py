@@ -1,0 +1,156 @@
+"""`dflash-mp doctor`: everything that can be found out before a run, in one list.
+
+Nothing is loaded and nothing is left behind. It takes some ten seconds, most of them for the probe of the stream's path and for
+importing. A check that can't be made says so as a finding; only a wrong configuration raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from dflash_mp.bench.stream import probe_stream
+from dflash_mp.config import RunConfig
+from dflash_mp.data.store import open_dataset
+from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
+from dflash_mp.doctor.devices import Gpu, ReadGpus, check_gpus, read_gpus
+from dflash_mp.doctor.feeders import Asked, check_feeders
+from dflash_mp.doctor.files import check_clock, check_directory, check_keys
+from dflash_mp.doctor.finding import Finding, green, of_error, red, yellow
+from dflash_mp.doctor.fit import Plans, check_fit
+from dflash_mp.doctor.limits import Needs, check_limits
+from dflash_mp.doctor.ports import check_rendezvous
+from dflash_mp.doctor.target_size import read_target_size
+from dflash_mp.doctor.versions import check_versions
+from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.errors import DflashError, TargetError
+from dflash_mp.stream.endpoints import ipc_path
+
+_LITTLE = 1 << 30  # free space that a run can't do without, where more isn't known
+_ANSWER_SECONDS = 3.0
+_TRANSFER_SECONDS = 1.5
+
+
+def examine(
+    config: RunConfig | None, rows_per_second: float | None = None, probe: bool = True, gpus_of: ReadGpus = read_gpus
+) -> Iterator[Finding]:
+    """All findings, in the order of the report. `probe`: also measure the path; `gpus_of` reads the devices."""
+    gpus = list(gpus_of())
+    if config is None:
+        yield from check_versions(False, 1)
+        yield from check_gpus(gpus, _architectures())
+        yield from check_limits(Needs(gpu_ranks=len(gpus)))
+        yield check_rendezvous()
+        yield check_directory("disk", Path.cwd(), _LITTLE, "a run")
+        yield check_clock(Path.cwd())
+        return
+    on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and bool(gpus))
+    named = (config.train.device, config.target.device, *config.feed.devices)
+    ranks = config.gpus or config.train.drafters
+    yield from check_versions(any(device.startswith("cuda") for device in named), ranks)
+    yield from check_gpus(gpus, _architectures())
+    plans = _plans(config, on_gpu, gpus)
+    yield from check_limits(_needs(config, on_gpu, plans))
+    yield check_rendezvous()
+    yield from _check_files(config, plans)
+    if isinstance(plans, Finding):
+        yield plans
+    else:
+        yield from check_fit(plans, gpus)
+    asked = check_feeders(config, _ANSWER_SECONDS, _TRANSFER_SECONDS if probe else 0.0)
+    for one in asked:
+        yield from one.findings
+    if probe and not isinstance(plans, Finding):
+        rate = rows_per_second or measured_rate(config.run_dir)
+        yield from check_bandwidth(plans, rate, _paths(config, asked))
+
+
+def _plans(config: RunConfig, on_gpu: bool, gpus: Sequence[Gpu]) -> Plans | Finding:
+    """Sizes, or why they can't be known."""
+    dtype = config.target.dtype
+    if dtype == "auto":
+        on_cpu = config.target.device == "cpu" or (
+            config.target.device == "auto" and not gpus and not config.feed.devices
+        )
+        dtype = "float32" if on_cpu else "bfloat16"
+    try:
+        size = read_target_size(config.target, dtype)
+        DrafterShape.from_config(config.drafter, size.info)
+    except TargetError as error:
+        if "the hub" in error.what:
+            return yellow(
+                "target", error.what, "fetch it first, or look from the feeder's host; sizes are not checked here"
+            )
+        return of_error("target", error)
+    except DflashError as error:
+        return of_error("drafter", error)
+    return Plans(config, size, on_gpu)
+
+
+def _needs(config: RunConfig, on_gpu: bool, plans: Plans | Finding) -> Needs:
+    feeders = len(config.feeder_endpoints()) if config.gpus is None else config.gpus
+    drafters = config.gpus or config.train.drafters
+    window = int(config.stream.window_mib * 2**20)
+    ring = window if isinstance(plans, Finding) else max(1, window // plans.row_bytes()) * plans.row_bytes()
+    return Needs(feeders + drafters, drafters if on_gpu else 0, ring, window if on_gpu else 0)
+
+
+def _check_files(config: RunConfig, plans: Plans | Finding) -> Iterator[Finding]:
+    needed, why = _LITTLE, "a run"
+    if not isinstance(plans, Finding):
+        checkpoints = config.train.keep_checkpoints + 1  # the next one is written before the oldest goes
+        needed = 12 * plans.shape.parameter_count() * checkpoints
+        why = f"{checkpoints} checkpoints of 12 bytes per parameter"
+    yield check_directory("disk, run_dir", config.run_dir, needed, why)
+    yield _check_data(config)
+    yield check_clock(config.run_dir)
+    if config.stream.keys is not None:
+        yield from check_keys(config.stream.keys)
+
+
+def _check_data(config: RunConfig) -> Finding:
+    """The prepared dataset where there is one (feeders need it, drafters don't), else room for it."""
+    if not config.data.path.exists():
+        room = check_directory("disk, data", config.data.path, 0, "")
+        if room.level == "red":
+            return room
+        return yellow(
+            "data", f"nothing is prepared at {config.data.path}", "dflash-mp prepare makes it (feeders' hosts only)"
+        )
+    try:
+        dataset = open_dataset(config)
+    except DflashError as error:
+        return of_error("data", error)
+    if dataset.rows("train") == 0:
+        return red(
+            "data",
+            f"{config.data.path} holds no row to train",
+            "add documents to data.sources, or lower data.row_tokens",
+            3,
+        )
+    return green(
+        "data", f"{config.data.path}: {dataset.rows('train')} rows to train, {dataset.rows('held_out')} held out"
+    )
+
+
+def _paths(config: RunConfig, asked: Sequence[Asked]) -> dict[str, float]:
+    """Bytes/s of each kind of path that the run's feeders are reached by."""
+    paths: dict[str, float] = {}
+    for one in asked:
+        if one.answer.bytes_per_second is not None:
+            paths[f"the path to {one.endpoint}"] = one.answer.bytes_per_second
+    for kind in ("ipc", "tcp"):
+        here = [e for e in config.feeder_endpoints() if (ipc_path(e) is not None) == (kind == "ipc") and _is_here(e)]
+        if here:
+            paths["ipc on this machine" if kind == "ipc" else "tcp on this machine, without keys"] = probe_stream(kind)
+    return paths
+
+
+def _is_here(endpoint: str) -> bool:
+    return ipc_path(endpoint) is not None or any(name in endpoint for name in ("//127.", "//localhost", "//[::1]"))
+
+
+def _architectures() -> list[str]:
+    return torch.cuda.get_arch_list() if torch.cuda.is_available() else []
