@@ -112,10 +112,16 @@ METRICS = (
     Metric("dflash_mp_train_step_seconds", "gauge", "rank 0", "mean time of a step since the last line of metrics"),
     Metric("dflash_mp_train_wait_ratio", "gauge", "rank 0", "share of that spent waiting for rows, mean over ranks"),
     Metric(
-        "dflash_mp_feeders_possible_rows_per_second", "gauge", "rank 0", "rows that all feeders could make, never waiting"
+        "dflash_mp_feeders_possible_rows_per_second",
+        "gauge",
+        "rank 0",
+        "rows that all feeders could make, never waiting",
     ),
     Metric(
-        "dflash_mp_drafters_possible_rows_per_second", "gauge", "rank 0", "rows that all ranks could take, never waiting"
+        "dflash_mp_drafters_possible_rows_per_second",
+        "gauge",
+        "rank 0",
+        "rows that all ranks could take, never waiting",
     ),
     Metric("dflash_mp_train_learning_rate", "gauge", "rank 0", "learning rate of the last step"),
     Metric("dflash_mp_train_gradient_norm", "gauge", "rank 0", "norm of the last step's gradient, before clipping"),

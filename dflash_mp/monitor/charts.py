@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 WIDTH, HEIGHT = 640, 300
@@ -28,11 +28,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis says. `percent`: values are shares. `zero`: it begins at 0."""
+    """What an axis says. `percent`: values are shares. `zero`: it begins at 0. `whole`: there are whole numbers only."""
 
     label: str
     percent: bool = False
     zero: bool = False
+    whole: bool = False
 
 
 def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series], marks: Sequence[float] = ()) -> str | None:
@@ -42,8 +43,8 @@ def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series], marks: Se
     if not shown:
         return None
     everything = [point for _, points in shown for point in points]
-    across = _Scale.of([px for px, _ in everything], x.zero, (_LEFT, WIDTH - _RIGHT))
-    up = _Scale.of([py for _, py in everything], y.zero, (HEIGHT - _BOTTOM, _TOP))
+    across = _Scale.of([px for px, _ in everything], x, (_LEFT, WIDTH - _RIGHT))
+    up = _Scale.of([py for _, py in everything], y, (HEIGHT - _BOTTOM, _TOP))
     parts = [_axes(across, up, x, y)]
     for place in marks:
         if across.low <= place <= across.high:
@@ -70,7 +71,7 @@ def bar_chart(title: str, y: Axis, groups: Sequence[tuple[str, Sequence[tuple[st
     names = list(dict.fromkeys(series for _, bars in groups for series, _ in bars))
     if not names:
         return None
-    up = _Scale.of([value for _, bars in groups for _, value in bars], True, (HEIGHT - _BOTTOM, _TOP))
+    up = _Scale.of([value for _, bars in groups for _, value in bars], replace(y, zero=True), (HEIGHT - _BOTTOM, _TOP))
     room = (WIDTH - _LEFT - _RIGHT) / len(groups)
     width = min(48.0, room * 0.8 / len(names))
     parts = [_axes(None, up, Axis(""), y)]
@@ -99,15 +100,16 @@ class _Scale:
         self._from, self._to = places
 
     @staticmethod
-    def of(values: Sequence[float], zero: bool, places: tuple[float, float]) -> _Scale:
+    def of(values: Sequence[float], axis: Axis, places: tuple[float, float]) -> _Scale:
         low, high = min(values), max(values)
-        if zero:
+        if axis.zero:
             low, high = min(low, 0.0), max(high, 0.0)
         if high <= low:
             high = low + (abs(low) * 0.1 or 1.0)
         rough = (high - low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        step = max(step, 1.0) if axis.whole else step
         return _Scale(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step, places)
 
     def __call__(self, value: float) -> float:

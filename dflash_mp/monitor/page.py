@@ -21,7 +21,7 @@ from dflash_mp.monitor.style import STYLE
 
 _EVENT_ROWS = 100
 _SLOTS_SHOWN = 6
-_STEP = Axis("optimizer step")
+_STEP = Axis("optimizer step", whole=True)
 
 
 def write_report(directory: Path, out: Path, evaluations: Sequence[Path] = ()) -> RunRecord:
@@ -70,7 +70,10 @@ def _charts(record: RunRecord) -> Iterator[str | None]:
         ]
         yield line_chart(title, _STEP, Axis(label), both, again)
     yield line_chart(
-        "Accuracy per slot at the end", Axis("slot of the block"), Axis("right guesses", True, True), _by_slot(record)
+        "Accuracy per slot at the end",
+        Axis("slot of the block", whole=True),
+        Axis("right guesses", True, True),
+        _by_slot(record),
     )
     yield line_chart(
         "Accuracy per slot over training", _STEP, Axis("right guesses", True, True), _slots_over_steps(record), again
@@ -137,7 +140,7 @@ def _faults(record: RunRecord) -> str | None:
     return line_chart(
         "Faults",
         Axis(f"time since the first line ({unit})", zero=True),
-        Axis("count since the beginning", zero=True),
+        Axis("count since the beginning", zero=True, whole=True),
         series,
     )
 
@@ -254,7 +257,9 @@ def _event_table(record: RunRecord) -> str:
 
 def _versions(record: RunRecord) -> str:
     facts = record.checkpoint
-    rows: list[tuple[str, str]] = [(name, str(facts[name])) for name in ("version", "torch", "step", "seed") if name in facts]
+    rows: list[tuple[str, str]] = [
+        (name, str(facts[name])) for name in ("version", "torch", "step", "seed") if name in facts
+    ]
     plan = facts.get("plan") if isinstance(facts.get("plan"), dict) else {}
     target = plan.get("target") if isinstance(plan, dict) else None
     if isinstance(target, dict):

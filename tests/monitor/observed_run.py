@@ -1,0 +1,93 @@
+"""A real run that goes on while tests look at it: two feeders and two ranks, started by the real command, on ports of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from process_trees import eventually
+from tiny_run import make_tiny_run
+
+from dflash_mp.monitor.scrape import Scraper
+from dflash_mp.process import mark_of, marked_processes, send_signal
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on."""
+    for first in range(20000, 32000, 50):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+    raise RuntimeError("no free ports")
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    run_file: Path
+    run_dir: Path
+    first_port: int  # of feeder 0; the ranks' are two more
+    overrides: tuple[str, ...]
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [f"127.0.0.1:{self.first_port + i}" for i in range(4)]
+
+    @property
+    def options(self) -> list[str]:
+        return ["-c", str(self.run_file), *(word for text in self.overrides for word in ("--set", text))]
+
+
+@contextmanager
+def observed_run(directory: Path) -> Iterator[ObservedRun]:
+    """Yields when rank 0 has reported training and held-out figures."""
+    run_file, port = make_tiny_run(directory), free_ports(4)
+    overrides = (
+        f"run_dir={directory / 'observed'}",
+        "train.steps=100000",
+        "train.drafters=2",
+        "train.log_every=2",
+        "train.checkpoint_every=20",
+        "train.held_out_every=10",
+        "feed.count=2",
+        "stream.window_mib=4",
+        f"metrics.feeder_port={port}",
+        f"metrics.rank_port={port + 2}",
+    )
+    run = ObservedRun(run_file, directory / "observed", port, overrides)
+    log = directory / "run.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dflash_mp.cli", "run", *run.options], stdout=out, stderr=subprocess.STDOUT
+        )
+    mark = mark_of(process.pid)
+    try:
+        scraper = Scraper(run.endpoints, seconds=5.0)
+
+        def reported() -> bool:
+            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+            readings = scraper.read()
+            steps = readings[2].value("dflash_mp_train_step") or 0
+            return not any(reading.problem for reading in readings) and steps >= 12
+
+        eventually(reported, "all four processes show figures and twelve steps are trained")
+        yield run
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            for pid in marked_processes(mark):
+                send_signal(pid, signal.SIGKILL)

@@ -1,0 +1,163 @@
+"""Every query of the Grafana dashboard, every metric, and what Prometheus scrapes: against a real run, with the real Prometheus where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from observed_run import ObservedRun, free_ports
+from process_trees import SECONDS, eventually
+
+from dflash_mp.config import MetricsConfig
+from dflash_mp.monitor.catalogue import BY_NAME, COMMON_LABELS, METRICS
+from dflash_mp.monitor.scrape import Scraper
+
+DOCKER = Path(__file__).parents[2] / "docker"
+DASHBOARD = DOCKER / "grafana" / "dashboards" / "dflash-mp.json"
+needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+def queries() -> list[tuple[str, str]]:
+    """(panel's title, expression) of every target in the dashboard."""
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return [(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", ())]
+
+
+def metrics_in(expression: str) -> set[str]:
+    return set(re.findall(r"\bdflash_mp_\w+", expression))
+
+
+def test_every_metric_is_on_the_dashboard_and_every_query_asks_for_metrics_that_exist() -> None:
+    asked = {name for _, expression in queries() for name in metrics_in(expression)}
+    assert asked == set(BY_NAME)
+
+
+def test_labels_in_queries_and_legends_are_those_of_the_metrics() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    for panel in panels:
+        for target in panel.get("targets", ()):
+            names = metrics_in(target["expr"])
+            known = {label for name in names for label in BY_NAME[name].labels} | {*COMMON_LABELS, "job", "instance"}
+            used = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+            used += re.findall(r'(\w+)=~?"', target["expr"])
+            assert set(used) <= known, (panel["title"], target)
+
+
+def test_names_follow_the_conventions() -> None:
+    assert len(BY_NAME) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"dflash_mp_[a-z]+(_[a-z]+)*", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert not re.search(r"_(ms|milliseconds|mib|mb|kb|percent)(_|$)", metric.name), metric.name
+
+
+def test_the_run_shows_every_metric_and_no_other(observed: ObservedRun) -> None:
+    shown: dict[str, set[str]] = {}
+
+    def everything() -> bool:
+        for reading in Scraper(observed.endpoints, 5.0).read():
+            shown.setdefault(reading.role, set()).update(name for name, _ in reading.samples)
+        return set().union(*shown.values()) >= set(BY_NAME)
+
+    eventually(everything, "every metric is shown")
+    assert shown["feeder"] | shown["drafter"] == set(BY_NAME)
+    for metric in METRICS:
+        here = {role for role, names in shown.items() if metric.name in names}
+        wanted = {"all": {"feeder", "drafter"}, "feeders": {"feeder"}}.get(metric.on, {"drafter"})
+        assert here == wanted, metric.name
+
+
+@needs_promtool
+def test_promtool_finds_nothing_to_complain_about(observed: ObservedRun) -> None:
+    for endpoint in (observed.endpoints[0], observed.endpoints[2]):
+        page = urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=SECONDS).read()
+        check = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, timeout=SECONDS)
+        assert check.returncode == 0, check.stderr.decode()
+
+
+@needs_promtool
+def test_what_prometheus_reads_is_valid() -> None:
+    check = subprocess.run(
+        ["promtool", "check", "config", str(DOCKER / "prometheus.yml")], capture_output=True, timeout=SECONDS
+    )
+    assert check.returncode == 0, check.stderr.decode()
+
+
+def test_the_ports_that_are_scraped_are_the_default_ones() -> None:
+    tree = yaml.safe_load((DOCKER / "prometheus.yml").read_text(encoding="utf-8"))
+    (job,) = tree["scrape_configs"]
+    targets = [target for config in job["static_configs"] for target in config["targets"]]
+    defaults = MetricsConfig()
+    assert defaults.feeder_port is not None
+    assert defaults.rank_port is not None
+    for target in targets:
+        host, port = target.split(":")
+        first = defaults.rank_port if host == "drafters" else defaults.feeder_port
+        assert 0 <= int(port) - first < 16, target
+
+
+class Prometheus:
+    """A real Prometheus that scrapes `endpoints` every second."""
+
+    def __init__(self, directory: Path, endpoints: list[str]) -> None:
+        tree = yaml.safe_load((DOCKER / "prometheus.yml").read_text(encoding="utf-8"))
+        tree["global"]["scrape_interval"] = "1s"
+        tree["scrape_configs"][0]["static_configs"] = [{"targets": endpoints}]
+        file = directory / "prometheus.yml"
+        file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        self._address = f"127.0.0.1:{free_ports(1)}"
+        command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={directory / 'tsdb'}"]
+        with (directory / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, f"--web.listen-address={self._address}"], stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """The result of an instant query; nothing while Prometheus starts."""
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            answer = urllib.request.urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=10).read()
+        except OSError as error:
+            assert not hasattr(error, "code") or error.code == 503, f"{expression}: {error.read()}"  # type: ignore[attr-defined]
+            return []
+        result: list[dict[str, Any]] = json.loads(answer)["data"]["result"]
+        return result
+
+
+@needs_prometheus
+def test_every_query_of_the_dashboard_returns_data_from_a_run(observed: ObservedRun, tmp_path: Path) -> None:
+    prometheus = Prometheus(tmp_path, observed.endpoints)
+    try:
+        asked = {
+            (title, expression): expression.replace("$__rate_interval", "20s").replace("$run", observed.run_dir.name)
+            for title, expression in queries()
+        }
+        left = dict(asked)
+
+        def all_have_data() -> bool:
+            for key, expression in list(left.items()):
+                if prometheus.ask(expression):
+                    del left[key]
+            return not left
+
+        deadline = time.monotonic() + SECONDS
+        while not all_have_data() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert left == {}
+        assert len(asked) >= 40
+        assert len(prometheus.ask('up{job="dflash-mp"} == 1')) == 4
+        runs = prometheus.ask("count by (run) (dflash_mp_build_info)")
+        assert [one["metric"]["run"] for one in runs] == [observed.run_dir.name]
+    finally:
+        prometheus.process.terminate()
+        prometheus.process.wait(SECONDS)
