@@ -1,0 +1,172 @@
+"""Many texts side by side: each is written as if it were alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_mp.bench.tiny import write_tiny_target
+from dflash_mp.config import TargetConfig
+from dflash_mp.decode.sampling import GREEDY, Sampling
+from dflash_mp.errors import TargetError
+from dflash_mp.regenerate.choice import choose, uniforms
+from dflash_mp.regenerate.slot_cache import SlotMasks
+from dflash_mp.regenerate.slots import SlotOptions, Slots
+from dflash_mp.target.load import Target, load_target
+
+NEW = 24
+_LENGTHS = (1, 2, 33, 70, 5, 40, 129, 12)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
+    """Loads tiny targets by family, each once."""
+    loaded: dict[str, Target] = {}
+
+    def get(family: str) -> Target:
+        if family not in loaded:
+            path = tmp_path_factory.mktemp(family)
+            write_tiny_target(path, family=family)  # type: ignore[arg-type]
+            loaded[family] = load_target(TargetConfig(path=str(path), device="cpu", taps=1))
+        return loaded[family]
+
+    return get
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(200) for _ in range(length)] for length in _LENGTHS]
+
+
+def write(
+    target: Target, slots: int, sampling: Sampling = GREEDY, stops: tuple[int, ...] = ()
+) -> list[tuple[list[int], bool]]:
+    """The answers to `prompts()`, with `slots` of them at a time."""
+    engine = Slots(target, SlotOptions(slots, NEW, stops, sampling), print)
+    waiting = list(enumerate(prompts()))
+    running: dict[int, int] = {}
+    answers: dict[int, tuple[list[int], bool]] = {}
+    while waiting or running:
+        free = engine.free()[: len(waiting)]
+        if free:
+            taken = [waiting.pop(0) for _ in free]
+            numbers = [uniforms(3, number, 0, NEW) for number, _ in taken]
+            engine.fill(free, [prompt for _, prompt in taken], numbers)
+            running.update(zip(free, (number for number, _ in taken), strict=True))
+        engine.advance(5)
+        for text in engine.take():
+            answers[running.pop(text.slot)] = text.tokens, text.stopped
+    return [answers[number] for number in sorted(answers)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "gemma2"])
+def test_greedy_answers_are_those_of_the_librarys_own_generation(family: str, load: Callable[[str], Target]) -> None:
+    target = load(family)
+    for prompt, (tokens, stopped) in zip(prompts(), write(target, 3), strict=True):
+        ids = torch.tensor([prompt])
+        own = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
+        assert tokens == own[0, len(prompt) :].tolist()
+        assert not stopped
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, top_p=0.9), Sampling(1.0, top_k=20)])
+def test_an_answer_does_not_depend_on_its_neighbours(sampling: Sampling, load: Callable[[str], Target]) -> None:
+    alone = write(load("qwen3"), 1, sampling)
+    assert write(load("qwen3"), 3, sampling) == alone
+    assert write(load("qwen3"), len(_LENGTHS) + 2, sampling) == alone
+
+
+def test_an_answer_ends_with_the_first_stop_token(load: Callable[[str], Target]) -> None:
+    whole = [tokens for tokens, _ in write(load("qwen3"), 4)]
+    stop = whole[2][6]
+    for tokens, (cut, stopped) in zip(whole, write(load("qwen3"), 4, stops=(stop, 255)), strict=True):
+        places = [place for place, token in enumerate(tokens) if token in (stop, 255)]
+        assert cut == (tokens[: places[0] + 1] if places else tokens)
+        assert stopped == bool(places)
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Fails at what would make the host wait for a GPU, and could not be recorded in a CUDA graph."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket._qualified_op_name not in (
+            "aten::_local_scalar_dense",
+            "aten::nonzero",
+            "aten::masked_select",
+            "aten::equal",
+            "aten::unique_dim",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_step_never_waits_for_the_device(family: str, load: Callable[[str], Target]) -> None:
+    engine = Slots(load(family), SlotOptions(2, NEW, (7,), Sampling(0.7, top_p=0.9)), print)
+    engine.fill([0, 1], [[1, 2, 3], [4]], [uniforms(0, n, 0, NEW) for n in (0, 1)])
+    with _NoWaiting():
+        engine.advance(3)
+
+
+def test_the_self_check_passes_and_sees_a_wrong_mask(
+    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SlotOptions(3, NEW, (), GREEDY)
+    for family in ("qwen3", "gemma2"):
+        Slots(load(family), options, print).self_check(prompts()[3])
+        Slots(load(family), options, print).self_check([5])
+    right = SlotMasks.of_tokens
+    monkeypatch.setattr(SlotMasks, "of_tokens", lambda self, positions, width: right(self, positions - 1, width))
+    with pytest.raises(TargetError, match="failed its self-check"):
+        Slots(load("qwen3"), options, print).self_check(prompts()[3])
+
+
+def test_flash_attention_is_refused_with_a_way_out(
+    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load("qwen3")
+    assert target.anatomy is not None
+    monkeypatch.setattr(target.anatomy.config, "_attn_implementation", "flash_attention_2")
+    with pytest.raises(TargetError, match="--server"):
+        Slots(target, SlotOptions(1, NEW, (), GREEDY), print)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.6, top_p=0.8), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.7, top_k=9)]
+)
+def test_tokens_are_chosen_as_often_as_their_probability_says(sampling: Sampling) -> None:
+    count = 4000
+    logits = 2 * torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    chosen = choose(logits.expand(count, -1), sampling, numbers)
+    frequency = torch.bincount(chosen, minlength=50) / count
+    torch.testing.assert_close(frequency, sampling.probabilities(logits)[0], atol=1.5 / count, rtol=0)
+
+
+def test_random_numbers_belong_to_one_answer() -> None:
+    one = uniforms(5, 17, 0, 8)
+    assert (uniforms(5, 17, 0, 8) == one).all()
+    assert (uniforms(5, 17, 0, 12)[:8] == one).all()
+    for other in (uniforms(6, 17, 0, 8), uniforms(5, 18, 0, 8), uniforms(5, 17, 1, 8)):
+        assert not (other == one).any()
+
+
+def test_longer_prompts_later_find_room(tmp_path: Path, load: Callable[[str], Target]) -> None:
+    engine = Slots(load("llama"), SlotOptions(2, 150, (), GREEDY), print)
+    engine.fill([0], [[1, 2, 3]], [uniforms(0, 0, 0, 150)])
+    engine.advance(20)
+    engine.fill([1], [list(range(200)) * 2], [uniforms(0, 1, 0, 150)])
+    engine.advance(130)
+    first = engine.take()
+    assert [text.slot for text in first] == [0]
+    alone = Slots(load("llama"), SlotOptions(1, 150, (), GREEDY), print)
+    alone.fill([0], [[1, 2, 3]], [uniforms(0, 0, 0, 150)])
+    alone.advance(150)
+    assert alone.take()[0].tokens == first[0].tokens
