@@ -60,7 +60,8 @@ def secure_drafter(dealer: zmq.Socket[bytes], keys: DrafterKeys) -> None:
 class Gatekeeper:
     """A feeder's answers about keys, and notes of who was turned away. Belongs to the thread that reads `router`.
 
-    `note(count, text)` is called for each one; count is how many came for the same reason. Made before `router` is bound.
+    `note(count, text)` is called for each one; count is how many came for the same reason. `accepted(descriptor)` is called for each
+    new connection. Made before `router` is bound.
     """
 
     def __init__(
@@ -70,14 +71,15 @@ class Gatekeeper:
         keys: FeederKeys | None,
         tcp: bool,
         note: Callable[[int, str], None],
+        accepted: Callable[[int], None] = lambda descriptor: None,
     ) -> None:
-        self._router, self._keys, self._note = router, keys, note
+        self._router, self._keys, self._note, self._accepted = router, keys, note, accepted
         self._turned_away: Counter[str] = Counter()
         address = f"inproc://monitor-{next(_monitors)}"
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.rcvhwm = 0  # libzmq's I/O thread would wait for room
         ended = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if tcp else 0  # by ipc it's a look whether somebody listens
-        router.monitor(address, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | ended)
+        router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | ended)
         self._monitor.connect(address)
         self.sockets = [self._monitor]
         if keys is not None:
@@ -93,7 +95,10 @@ class Gatekeeper:
         with contextlib.suppress(zmq.Again):
             for _ in range(_PER_ROUND):
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-                self._note_failure(event["event"], event["value"])
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._accepted(event["value"])
+                else:
+                    self._note_failure(event["event"], event["value"])
 
     def close(self) -> None:
         """Before the context ends."""

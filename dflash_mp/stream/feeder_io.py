@@ -2,7 +2,8 @@
 
 It never computes and never logs (either could take long): what people should know goes to `notes`, which the compute thread prints.
 One chunk per peer and round is sent with DONTWAIT; a peer whose pipe is full is skipped. A frame that is no message, or a message
-that its sender may not send, is counted, answered with Refused, and ends that peer's state; nobody else notices.
+that its sender may not send, is counted, answered with Refused, and ends that peer's state; nobody else notices. Connections that bring no
+whole messages are cut off (`connections`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import zmq
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.connections import Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
 from dflash_mp.stream.feeder_peers import OUTSTANDING, Peer, Peers
@@ -29,9 +31,9 @@ from dflash_mp.stream.software import own_software
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsServer
 
-_READS_PER_ROUND = 64
+_READS_PER_ROUND = 128  # frames
 _BLOCKED_POLL_MS = 2  # a ROUTER can't be polled for room in one peer's pipe
-_IDLE_POLL_MS = 500
+_IDLE_POLL_MS = 100
 _BYE_SECONDS = 2.0
 
 
@@ -68,7 +70,9 @@ class FeederIo:
         tcp = ipc_path(endpoint) is None
         if not tcp:
             keys = None  # the socket's file says who may connect
-        self._gate = Gatekeeper(self._context, self._router, keys, tcp, self._note_some)
+        self._connections = Connections(tcp, silent_seconds)
+        self._frames: list[bytes] = []  # of the message that is being read
+        self._gate = Gatekeeper(self._context, self._router, keys, tcp, self._note_some, self._connections.accepted)
         try:
             if keys is not None:
                 secure_feeder(self._router, keys)
@@ -140,6 +144,8 @@ class FeederIo:
             sent, blocked = self._write()
             timeout = 0 if read or sent else _BLOCKED_POLL_MS if blocked else idle_ms
             last = self._drop_silent(last)
+            if self._connections.look():
+                self._note_some(self._connections.cut, "cut off a connection that brought no whole message")
         return self._leaving
 
     def _part(self, bye: m.Bye) -> None:
@@ -164,11 +170,14 @@ class FeederIo:
     # -- reading ------------------------------------------------------------------------------------------------------------------
 
     def _read(self, limit: int) -> bool:
+        """Read at most `limit` frames; whether there were any."""
         for count in range(limit):
             try:
                 frames = self._receive()
             except zmq.Again:
                 return count > 0
+            if frames is None:
+                continue
             identity, *rest = frames
             try:
                 if len(rest) != 1:
@@ -178,13 +187,15 @@ class FeederIo:
                 self._reject(identity, error)
         return True
 
-    def _receive(self) -> list[bytes]:
-        """The next message's frames; of a message with too many, the first three."""
-        frames = [self._router.recv(zmq.DONTWAIT)]
-        while self._router.rcvmore:
-            frame = self._router.recv(zmq.DONTWAIT)
-            if len(frames) < 3:
-                frames.append(frame)
+    def _receive(self) -> list[bytes] | None:
+        """Read one frame. The message's frames if it was the last: the identity and, of a message with too many, the first two."""
+        frame = self._router.recv(zmq.DONTWAIT, copy=False)
+        if len(self._frames) < 3:
+            self._frames.append(frame.bytes)
+        if frame.more:
+            return None
+        frames, self._frames = self._frames, []
+        self._connections.heard(int(frame.get(zmq.SRCFD)))
         return frames
 
     def _handle(self, identity: bytes, message: m.Message) -> None:
