@@ -169,13 +169,13 @@ class Fleet:
             torchrun = [main] if main else []
             feeders = [one.process.pid for one in self.feeders.values() if one.exit_code is None]
         else:
-            below = {pid: _command(pid) for pid in (children_of(main) if main else [])}
+            below = {pid: _command(pid) for pid in (_children(main) if main else [])}
             torchrun = [pid for pid, command in below.items() if "dflash_mp.torchrun" in command]
             feeders = [pid for pid, command in below.items() if " feed " in command]
         if victim == "supervisor":
             return [main] if main and self._layout == "run" else []
         if victim == "drafter":
-            return [rank for one in torchrun for rank in children_of(one)]
+            return [rank for one in torchrun for rank in _children(one)]
         return torchrun if victim == "torchrun" else feeders
 
     # -- phases -------------------------------------------------------------------------------------------------------------------
@@ -259,6 +259,15 @@ def _talks(pid: int) -> bool:
         return any(Path(f"/proc/{pid}/task/{task}/comm").read_text().startswith("ZMQbg") for task in tasks)
     except OSError:
         return False
+
+
+def _children(parent: int) -> list[int]:
+    """As `children_of`, from the kernel's own list where it keeps one: looking through all of /proc is too slow for each tick."""
+    try:
+        tasks = os.listdir(f"/proc/{parent}/task")
+        return [int(pid) for task in tasks for pid in Path(f"/proc/{parent}/task/{task}/children").read_text().split()]
+    except OSError:
+        return children_of(parent)
 
 
 def _command(pid: int) -> str:
