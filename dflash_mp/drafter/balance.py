@@ -16,6 +16,9 @@ from dflash_mp.split import Batch, Split, advice
 from dflash_mp.stream.pace import FeedersPace
 
 
+_ADVICE_SECONDS = 60.0
+
+
 class RowWaits:
     """Seconds of one step in which this rank's device had nothing to do because a row was missing.
 
@@ -53,6 +56,7 @@ class Balance:
 
     def __init__(self, train: TrainConfig, ranks: int, feeding: Callable[[], FeedersPace | None]) -> None:
         self._batch, self._ranks, self._feeding = Batch(train.rows_per_step, train.micro_batch_rows), ranks, feeding
+        self._said = time.monotonic()
         self._steps = self._busy = 0.0
         self._interval_steps = self._interval_busy = 0.0
 
@@ -74,10 +78,13 @@ class Balance:
             figures["feeders"] = float(feeding.feeders)
         return figures
 
-    def advice(self) -> str | None:
-        """Who waits, and which split would balance; None before anything is known."""
-        feeding = self._feeding()
+    def advice(self, at_end: bool = True) -> str | None:
+        """Who waits, and which split would balance, over the run so far; None before anything is known, and within a minute unless `at_end`."""
+        feeding, now = self._feeding(), time.monotonic()
         if not self._steps or feeding is None or feeding.rows_per_second is None:
             return None
+        if not at_end and now - self._said < _ADVICE_SECONDS:
+            return None
+        self._said = now
         takes = self._batch.rows_per_step * self._steps / self._busy
         return advice(Split(feeding.feeders, self._ranks, feeding.rows_per_second, takes), self._batch)
