@@ -41,7 +41,7 @@ class Reporter:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
                 self._curves = SummaryWriter(str(run_dir / "tensorboard"))
-        self._trackers = [RemoteTracker(service, self.say) for service in services] if enabled else []
+        self._trackers = [RemoteTracker(service) for service in services] if enabled else []
 
     @staticmethod
     def of(config: RunConfig, enabled: bool, record: TrainingRecord) -> Reporter:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_mp.errors import ConfigError
 
+log = logging.getLogger(__name__)
 _KEPT = 1000
 _RETRY_SECONDS = 60.0
-_OPEN_SECONDS = 30  # for one attempt to reach a service
+_OPEN_SECONDS = 15  # for one attempt to reach a service
 _CLOSE_SECONDS = 10.0
 
 
@@ -41,10 +43,10 @@ class Service(Protocol):
 
 
 class RemoteTracker:
-    """Sends to `service` what `put` queues; `say` gets the one warning, and where the run is to be found."""
+    """Sends to `service` what `put` queues. The log gets the one warning, and where the run is to be found."""
 
-    def __init__(self, service: Service, say: Callable[[str], None], close_seconds: float = _CLOSE_SECONDS) -> None:
-        self._service, self._say, self._close_seconds = service, say, close_seconds
+    def __init__(self, service: Service, close_seconds: float = _CLOSE_SECONDS) -> None:
+        self._service, self._close_seconds = service, close_seconds
         self._lines: deque[tuple[str, int, float, dict[str, Any]]] = deque(maxlen=_KEPT)
         self._changed = threading.Condition()
         self._closing = self._failed = self._warned = self._open = False
@@ -58,13 +60,14 @@ class RemoteTracker:
             self._changed.notify()
 
     def close(self, failed: bool) -> None:
-        """Send what is queued, within `close_seconds`, and end."""
+        """Send what is queued, within `close_seconds` (a fifth of it when the training failed: others wait for this rank's end), and end."""
+        seconds = self._close_seconds / 5 if failed else self._close_seconds
         with self._changed:
             self._closing, self._failed = True, failed
             self._changed.notify()
-        self._thread.join(self._close_seconds)
-        if (self._thread.is_alive() or self._lines) and not self._warned:
-            self._complain(f"did not take the last figures within {self._close_seconds:g} s")
+        self._thread.join(seconds)
+        if self._thread.is_alive() or self._lines:
+            self._complain(f"did not take the last figures within {seconds:g} s")
 
     def _main(self) -> None:
         while self._await_lines():
@@ -91,7 +94,7 @@ class RemoteTracker:
         if not self._open:
             where = self._service.open()
             self._open = True
-            self._say(f"{self._service.name}: {where}")
+            log.info("%s: %s", self._service.name, where)
         while self._lines:
             line = self._lines[0]
             self._service.log(*line)
@@ -103,9 +106,11 @@ class RemoteTracker:
         if not self._warned:
             self._warned = True
             reason = what.splitlines()[0][:300]
-            self._say(
-                f"warning: {self._service.name} {reason}; training goes on, metrics.jsonl has all figures, "
-                f"and what was not sent is tried again every {_RETRY_SECONDS:.0f} s"
+            log.warning(
+                "%s %s; training goes on, metrics.jsonl has all figures, and what was not sent is tried again every %.0f s",
+                self._service.name,
+                reason,
+                _RETRY_SECONDS,
             )
 
 
@@ -130,7 +135,7 @@ class WandbService:
             dir=str(self._run_dir),
             settings=wandb.Settings(init_timeout=_OPEN_SECONDS, finish_timeout=_CLOSE_SECONDS / 2, silent=True),
         )
-        return self._run.url or f"offline, in {self._run.dir}"
+        return f"offline, in {self._run.dir}" if self._run.offline else str(self._run.url)
 
     def log(self, kind: str, step: int, moment: float, figures: dict[str, Any]) -> None:
         self._run.log({f"{kind}/{name}": value for name, value in curves(figures)}, step=step)

@@ -4,12 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from some_figures import some_figures
 
-from dflash_mp.drafter.metrics import Figures
+from dflash_mp.config import RunConfig
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.errors import ConfigError, DflashError
+from dflash_mp.monitor.training import TrainingRecord
 
-FIGURES = Figures(1.0, 1.0, 1.0, 0.5, (0.5,), 1.0, 256, 0.0, False)
+FIGURES = some_figures()
 
 
 def _fill(small_disk: Path) -> None:
@@ -32,10 +34,18 @@ def test_figures_that_cannot_be_opened_are_one_clear_error(tmp_path: Path) -> No
         Reporter(tmp_path, enabled=True)
 
 
-def test_a_wandb_project_without_wandb_is_refused_and_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("option", "package"), [("wandb_project", "wandb"), ("mlflow_experiment", "mlflow")])
+def test_a_tracker_without_its_package_is_refused_and_names_the_extra(
+    option: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed[\s\S]*dflash-mp\[wandb\]"):
-        Reporter(tmp_path, enabled=True, wandb_project="drafters")
-    Reporter(tmp_path, enabled=False, wandb_project="drafters")
+    monkeypatch.setitem(sys.modules, package, None)
+    tree = {
+        "run_dir": tmp_path,
+        "target": {"path": "t"},
+        "data": {"path": "d"},
+        "train": {"steps": 1, option: "drafters"},
+    }
+    config = RunConfig.model_validate(tree)
+    with pytest.raises(ConfigError, match=rf"{package} is not installed[\s\S]*dflash-mp\[{package}\]"):
+        Reporter.of(config, True, TrainingRecord())
+    Reporter.of(config, False, TrainingRecord())

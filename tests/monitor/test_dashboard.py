@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -127,8 +128,11 @@ class Prometheus:
         query = urllib.parse.urlencode({"query": expression})
         try:
             answer = urllib.request.urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=10).read()
-        except OSError as error:
-            assert not hasattr(error, "code") or error.code == 503, f"{expression}: {error.read()}"  # type: ignore[attr-defined]
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                pytest.fail(f"{expression}: {error.read().decode()}")
+            return []
+        except OSError:
             return []
         result: list[dict[str, Any]] = json.loads(answer)["data"]["result"]
         return result
