@@ -12,13 +12,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dflash_mp.config import RunConfig
 from dflash_mp.errors import ConfigError
 
 _MOST_BYTES = 4 << 20
 _EVENTS_SHOWN = 50
+_STRANGER = "it answers, but not with figures of dflash-mp"
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,9 @@ class Scraper:
 
     def _ask(self, endpoint: str, address: tuple[str, int], answers: dict[str, Reading]) -> None:
         try:
-            moment, text = time.monotonic(), _get(address, "/metrics", self._seconds)
-            answers[endpoint] = parse(endpoint, moment, text, _events(_get(address, "/events", self._seconds)))
+            reading = parse(endpoint, time.monotonic(), _get(address, "/metrics", self._seconds))
+            events = tuple(_events(_get(address, "/events", self._seconds)))
+            answers[endpoint] = replace(reading, events=events)
         except (OSError, http.client.HTTPException, ValueError) as error:
             answers[endpoint] = Reading(endpoint, time.monotonic(), problem=_reason(error))
 
@@ -120,14 +122,17 @@ def parse(endpoint: str, moment: float, text: str, events: Iterable[Event] = ())
     """The reading in the page `text`. Raises ValueError if it isn't a page of this program."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    samples = {
-        (sample.name, frozenset((name, printable(value)) for name, value in sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    try:
+        samples = {
+            (sample.name, frozenset((name, printable(value)) for name, value in sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+    except (ValueError, LookupError):
+        raise ValueError(_STRANGER) from None
     known = next((dict(labels) for name, labels in samples if name == "dflash_mp_build_info"), None)
     if known is None:
-        raise ValueError("it answers, but not with figures of dflash-mp")
+        raise ValueError(_STRANGER)
     return Reading(
         endpoint,
         moment,
@@ -163,7 +168,7 @@ def _events(text: str) -> list[Event]:
             -_EVENTS_SHOWN:
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError("its events are not those of dflash-mp") from error
+        raise ValueError(_STRANGER) from error
 
 
 def _reason(error: Exception) -> str:
