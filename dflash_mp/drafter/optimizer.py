@@ -2,17 +2,20 @@
 
 The model may compute in bf16; the optimizer keeps an fp32 master of every parameter, updates that, and rounds it back. When the model
 itself is fp32 its parameters are the masters and nothing is copied. Gradients arrive as the *sum* over all rows of the
-step; `step` divides them by the global sum of loss weights, clips, and updates.
+step; `step` divides them by the global sum of loss weights, clips, and updates. A bf16 model on CUDA is updated by `fused_adamw`, every other
+by `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from dflash_mp.config import TrainConfig
+from dflash_mp.drafter import fused_adamw
 from dflash_mp.errors import DflashError
 
 
@@ -25,6 +28,7 @@ class MasterAdamW:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self.parameters.items()
         }
+        self._names = {master: name for name, master in self.masters.items()}
         decayed = [p for p in self.masters.values() if p.dim() > 1]
         plain = [p for p in self.masters.values() if p.dim() <= 1]
         on_cuda = any(p.is_cuda for p in self.masters.values())
@@ -37,22 +41,64 @@ class MasterAdamW:
             foreach=not on_cuda,
         )
         self._clip = train.clip
+        self._numbers = (train.betas, train.eps)
+        self._fused = on_cuda and all(p.dtype == torch.bfloat16 for p in self.parameters.values())
+        self._steps_done = 0
+        if self._fused:
+            self._materialise()
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight_sum: float) -> float:
-        """One update from the summed gradients; frees them. Returns the norm of the mean gradient before clipping.
+        """One update from the summed gradients, which are zero afterwards. Returns the norm of the mean gradient before clipping.
 
         Raises `DflashError` naming the first non-finite gradient; nothing is updated then.
         """
         gradients = {name: _gradient(name, p) for name, p in self.parameters.items()}
-        scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
-        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) * scale
-        if norm != norm or norm == float("inf"):
+        norm, scale = self._norm_and_scale(list(gradients.values()), weight_sum)
+        if self._fused:  # the device skips the update when the norm is not finite; the host learns of it afterwards
+            self._update_fused(gradients, learning_rate, scale)
+        measured = float(norm)
+        if not math.isfinite(measured):
             bad = next((name for name, g in gradients.items() if not bool(g.isfinite().all())), "the norm's sum")
             raise DflashError(
                 f"the gradient of {bad} is not finite", "lower train.learning_rate, or look at the rows of this step"
             )
-        scale *= min(1.0, self._clip / (norm + 1e-6))
+        if self._fused:
+            self._steps_done += 1
+        else:
+            self._update(gradients, learning_rate, float(scale))
+        return measured
+
+    def _norm_and_scale(self, gradients: list[torch.Tensor], weight_sum: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 scalars on the device: the mean gradient's norm, and what a summed gradient is multiplied with, clipping included."""
+        mean = 1.0 / weight_sum if weight_sum > 0 else 0.0
+        parts = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(list(parts))) * mean
+        scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) * mean
+        return norm, torch.where(norm.isfinite(), scale, torch.nan)
+
+    def _update_fused(self, gradients: dict[str, torch.Tensor], learning_rate: float, scale: torch.Tensor) -> None:
+        slots = []
+        for group in self._adamw.param_groups:
+            for master in group["params"]:
+                name, state = self._names[master], self._adamw.state[master]
+                slots.append(
+                    fused_adamw.Slot(
+                        self.parameters[name],
+                        gradients[name],
+                        master.data,
+                        state["exp_avg"],
+                        state["exp_avg_sq"],
+                        group["weight_decay"],
+                    )
+                )
+        fused_adamw.apply(
+            fused_adamw.Update(self._steps_done + 1, learning_rate, *self._numbers),
+            slots,
+            scale,
+        )
+
+    def _update(self, gradients: dict[str, torch.Tensor], learning_rate: float, scale: float) -> None:
         for name, master in self.masters.items():
             gradient = gradients[name]
             master.grad = gradient.mul_(scale) if gradient.dtype == torch.float32 else gradient.float().mul_(scale)
@@ -64,7 +110,6 @@ class MasterAdamW:
                 parameter.copy_(self.masters[name])
                 self.masters[name].grad = None
         self.zero_gradients()
-        return norm
 
     def zero_gradients(self) -> None:
         """Set gradients to zero in place: data-parallel buckets keep pointing at the same memory."""
@@ -86,6 +131,7 @@ class MasterAdamW:
     @torch.no_grad()
     def restore(self, steps_done: int) -> None:
         """After the tensors of `tensors()` were overwritten in place: set the step count and round the masters into the model."""
+        self._steps_done = steps_done
         for master in self.masters.values():
             self._adamw.state[master]["step"].fill_(float(steps_done))
         for name, parameter in self.parameters.items():

@@ -1,0 +1,150 @@
+"""One optimizer step: clipping, non-finite gradients, and the fused kernel against `torch.optim.AdamW`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from dflash_mp.config import TrainConfig
+from dflash_mp.drafter import fused_adamw
+from dflash_mp.drafter.optimizer import MasterAdamW
+from dflash_mp.errors import DflashError
+
+SIZES = {"matrix": (37, 65), "wide": (64, 128), "norm": (48,), "single": (1,)}
+
+
+def parameters(device: str, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    random = torch.Generator().manual_seed(3)
+    return {
+        name: nn.Parameter(torch.randn(size, generator=random).to(dtype).to(device)) for name, size in SIZES.items()
+    }
+
+
+def set_gradients(named: dict[str, nn.Parameter], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for parameter in named.values():
+        gradient = torch.randn(parameter.shape, generator=random).to(parameter)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+
+
+def options(**changes: object) -> TrainConfig:
+    return TrainConfig.model_validate({"steps": 10, "learning_rate": 1e-2, "weight_decay": 0.1, **changes})
+
+
+def test_the_norm_is_that_of_the_mean_gradient_and_clipping_bounds_the_update() -> None:
+    named = parameters("cpu", torch.float32)
+    set_gradients(named, 1)
+    expected = float(torch.cat([p.grad.flatten() for p in named.values()]).norm()) / 8.0
+    before = {name: p.detach().clone() for name, p in named.items()}
+    clipped = MasterAdamW(named.items(), options(clip=1e-3))
+    assert clipped.step(1e-2, 8.0) == pytest.approx(expected, rel=1e-5)
+    moment = clipped.tensors()["exp_avg.matrix"]
+    free = parameters("cpu", torch.float32)
+    set_gradients(free, 1)
+    unclipped = MasterAdamW(free.items(), options(clip=1e9))
+    unclipped.step(1e-2, 8.0)
+    ratio = moment.norm() / unclipped.tensors()["exp_avg.matrix"].norm()
+    assert float(ratio) == pytest.approx(1e-3 / expected, rel=1e-3)
+    assert not torch.equal(before["matrix"], named["matrix"])
+    assert all(float(p.grad.abs().max()) == 0 for p in named.values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) -> None:
+    named = parameters("cpu", torch.float32)
+    set_gradients(named, 1)
+    optimizer = MasterAdamW(named.items(), options())
+    before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    named["wide"].grad[3, 5] = bad
+    with pytest.raises(DflashError, match="wide"):
+        optimizer.step(1e-2, 1.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in optimizer.tensors().items())
+
+
+def compare_fused(device: str) -> None:
+    """Five updates by the kernel and by `torch.optim.AdamW`; then one whose scale is NaN, which must write nothing."""
+    fused, plain = parameters(device, torch.bfloat16), parameters(device, torch.bfloat16)
+    masters = {name: p.detach().float() for name, p in fused.items()}
+    moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in masters.items()}
+    reference = MasterAdamW(plain.items(), options(clip=1e9))
+    reference._fused = False
+    scale = torch.tensor(0.25, device=device)
+
+    def update(step: int, factor: torch.Tensor) -> None:
+        slots = [
+            fused_adamw.Slot(p, p.grad, masters[name], *moments[name], 0.1 if p.dim() > 1 else 0.0)
+            for name, p in fused.items()
+        ]
+        fused_adamw.apply(fused_adamw.Update(step, 1e-2, (0.9, 0.95), 1e-8), slots, factor)
+
+    for step in range(1, 6):
+        set_gradients(fused, step)
+        set_gradients(plain, step)
+        update(step, scale)
+        reference.step(1e-2, 4.0)
+        for name, tensor in reference.tensors().items():
+            kind, _, parameter = name.partition(".")
+            mine = {"master": masters[parameter], "exp_avg": moments[parameter][0], "exp_avg_sq": moments[parameter][1]}
+            torch.testing.assert_close(mine[kind], tensor, rtol=1e-5, atol=1e-7, msg=f"{name}, step {step}")
+        for name, parameter in fused.items():
+            rounded, slack = (
+                masters[name].to(torch.bfloat16),
+                0.0 if device == "cuda" else 2.0**-7,
+            )  # the interpreter truncates
+            torch.testing.assert_close(parameter.detach(), rounded, rtol=slack, atol=0.0, msg=f"{name}, step {step}")
+            assert not parameter.grad.any()
+    before = {name: m.clone() for name, m in masters.items()}
+    set_gradients(fused, 9)
+    update(6, torch.tensor(float("nan"), device=device))
+    assert all(torch.equal(before[name], m) for name, m in masters.items())
+    assert all(parameter.grad.any() for parameter in fused.values())
+
+
+def test_the_fused_kernel_updates_as_adamw_does() -> None:
+    if torch.cuda.is_available():
+        compare_fused("cuda")
+        return
+    pytest.importorskip("triton")  # then its interpreter runs the kernel here, in a process of its own
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bad", [None, float("nan")])
+def test_on_cuda_a_bf16_model_takes_the_fused_path_to_the_same_weights(bad: float | None) -> None:
+    fused, plain = parameters("cuda", torch.bfloat16), parameters("cuda", torch.bfloat16)
+    mine, reference = MasterAdamW(fused.items(), options()), MasterAdamW(plain.items(), options())
+    assert mine._fused
+    reference._fused = False
+    for step in range(3):
+        set_gradients(fused, step)
+        set_gradients(plain, step)
+        assert mine.step(1e-2, 4.0) == pytest.approx(reference.step(1e-2, 4.0), rel=1e-5)
+    for name, tensor in reference.tensors().items():
+        torch.testing.assert_close(mine.tensors()[name], tensor, rtol=1e-5, atol=1e-7)
+    if bad is not None:
+        before = {name: tensor.clone() for name, tensor in mine.tensors().items()}
+        set_gradients(fused, 7)
+        fused["wide"].grad[3, 5] = bad
+        with pytest.raises(DflashError, match="wide"):
+            mine.step(1e-2, 4.0)
+        assert all(torch.equal(before[name], tensor) for name, tensor in mine.tensors().items())
+
+
+if __name__ == "__main__":
+    compare_fused("cpu")
