@@ -104,6 +104,11 @@ class ClientIo:
     def live(self) -> list[Link]:
         return [link for link in self.links if link.state == "live"]
 
+    def describe(self) -> str:
+        """All feeders, for people."""
+        now = time.monotonic()
+        return "; ".join(link.describe(now) for link in self.links)
+
     # -- the thread ---------------------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -359,8 +364,9 @@ class ClientIo:
             self._ask(window, want, link, batches)
         if self._could_take_over():
             for want, link in takeovers(window.under_way(), {link.endpoint: link for link in live}, now):
-                log.debug("%s: %s is asked of %s, too: %s is late", self._who, want.key, link.endpoint, want.feeder)
-                self._ask(window, want, link, batches)
+                if self._ring_rows.make_room(window, want, link):
+                    log.debug("%s: %s is asked of %s, too: %s is late", self._who, want.key, link.endpoint, want.feeder)
+                    self._ask(window, want, link, batches)
         for link, requests in batches.values():
             link.post(m.Get(tuple(requests)))
 

@@ -88,8 +88,10 @@ def deal(waiting: Iterable[Want], feeders: Sequence[F], now: float, turn: int) -
     for want in waiting:
         if all(owed[feeder.endpoint] >= room[feeder.endpoint] for feeder in order):
             return
-        known = [f for f in order if f.row_time.seconds is not None or owed[f.endpoint] < room[f.endpoint]]
-        others = [feeder for feeder in known if feeder.endpoint != want.failed_at] or known
+        apart = [feeder for feeder in order if feeder.endpoint != want.failed_at] or order
+        others = [f for f in apart if f.row_time.seconds is not None or owed[f.endpoint] < room[f.endpoint]]
+        if not others:  # it waits for a feeder that makes its first row
+            continue
         forecasts = {f.endpoint: seconds_until(f, owed[f.endpoint] + 1, now) or 0.0 for f in others}
         near = min(forecasts.values()) * _ALIKE + 1e-3
         alike = [feeder for feeder in others if forecasts[feeder.endpoint] <= near]

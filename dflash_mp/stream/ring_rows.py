@@ -17,7 +17,7 @@ from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.messages import Placed
 from dflash_mp.stream.shared_memory import Loan
-from dflash_mp.stream.window import Request, Window
+from dflash_mp.stream.window import Request, Want, Window
 
 
 class RingRows:
@@ -62,11 +62,21 @@ class RingRows:
 
     def able(self, window: Window, live: list[Link]) -> list[Link]:
         """Which of the `live` feeders rows can be asked of; makes room for a row that the trainer waits for."""
-        if not live or not window.stuck():
+        stuck = window.stuck() if live else None
+        if stuck is None:
             return live
-        if not any(link.has_room for link in live):
-            loan = window.recall([link.ring for link in live if link.ring is not None])
-            if loan is not None:
-                self.give_back(loan)
-                self.pump()
-        return [link for link in live if link.has_room]
+        apart = [link for link in live if link.endpoint != stuck.failed_at] or live
+        if not any(link.has_room for link in apart):
+            self._recall(window, stuck, apart)
+        return [link for link in apart if link.has_room]
+
+    def make_room(self, window: Window, want: Want, link: Link) -> bool:
+        """Whether `link` can be asked for `want` beside others; a later row gives way if it must."""
+        return link.has_room or self._recall(window, want, [link])
+
+    def _recall(self, window: Window, want: Want, links: Sequence[Link]) -> bool:
+        loan = window.recall([link.ring for link in links if link.ring is not None], after=want)
+        if loan is not None:
+            self.give_back(loan)
+            self.pump()
+        return loan is not None

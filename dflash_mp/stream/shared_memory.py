@@ -123,10 +123,13 @@ class Loan:
 
 def _allocate(fd: int, nbytes: int, progress: Callable[[int], None]) -> mmap.mmap:
     os.ftruncate(fd, nbytes)
+    mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     for start in range(0, nbytes, _STEP_BYTES):
-        os.posix_fallocate(fd, start, min(_STEP_BYTES, nbytes - start))
-        progress(min(start + _STEP_BYTES, nbytes))
-    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        step = min(_STEP_BYTES, nbytes - start)
+        os.posix_fallocate(fd, start, step)
+        np.frombuffer(mapping, np.uint8, step, start)[:: mmap.PAGESIZE].max()  # touch
+        progress(start + step)
+    return mapping
 
 
 def _seal(fd: int, writable: bool) -> None:

@@ -202,15 +202,18 @@ class Window:
             request.want.loan = loan
             self.ready(request)
 
-    def stuck(self) -> bool:
-        """Whether the trainer waits for a row that nobody has been asked for."""
+    def stuck(self) -> Want | None:
+        """The row that the trainer waits for, if nobody has been asked for it."""
         with self.changed:
-            return self.starving and bool(self._order) and self._order[0].state == "waiting"
+            next_ = self._order[0] if self.starving and self._order else None
+            return next_ if next_ is not None and next_.state == "waiting" else None
 
-    def recall(self, rings: Sequence[MappedRing]) -> Loan | None:
-        """Of the rows that lie in `rings` and have not been taken, have the last asked for again later; returns its loan, which has ended."""
+    def recall(self, rings: Sequence[MappedRing], after: Want) -> Loan | None:
+        """Have the last row after `after` that lies in one of `rings` and has not been taken asked for again; returns its loan, which has ended."""
         with self.changed:
             for want in reversed(self._order):
+                if want is after:
+                    return None
                 if want.state == "ready" and want.loan is not None and want.loan.ring in rings:
                     loan, want.loan = want.loan, None
                     self._wait_again(want)

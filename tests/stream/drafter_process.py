@@ -6,16 +6,17 @@ import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import stream_client
 from feeder_process import SERVER
 from stream_client import client_of, keys
 
 from dflash_mp.stream.plan import StreamPlan
 
 
-def start_drafter(endpoint: str, plan: StreamPlan | None = None) -> BaseProcess:
+def start_drafter(endpoint: str, plan: StreamPlan | None = None, *, shared_memory: bool = False) -> BaseProcess:
     """Rank 1 of 2, connected when this returns, with rows asked for."""
     mine, theirs = SERVER.Pipe()
-    process = SERVER.Process(target=_main, args=(endpoint, plan, theirs), daemon=True)
+    process = SERVER.Process(target=_main, args=(endpoint, plan, shared_memory, theirs), daemon=True)
     process.start()
     theirs.close()
     assert mine.poll(30)
@@ -23,7 +24,8 @@ def start_drafter(endpoint: str, plan: StreamPlan | None = None) -> BaseProcess:
     return process
 
 
-def _main(endpoint: str, plan: StreamPlan | None, pipe: Connection) -> None:
+def _main(endpoint: str, plan: StreamPlan | None, shared_memory: bool, pipe: Connection) -> None:
+    stream_client.SHARED_MEMORY = shared_memory
     client = client_of([endpoint], plan, rank=1, world=2)
     client.connect()
     client.schedule(iter(keys(0, 9)))
