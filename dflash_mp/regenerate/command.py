@@ -21,7 +21,7 @@ from dflash_mp.errors import ConfigError
 from dflash_mp.regenerate.choice import AnswerOptions
 from dflash_mp.regenerate.conversations import Answered, Conversation, read_conversations
 from dflash_mp.regenerate.output import AnswerFile, settings_file
-from dflash_mp.regenerate.server import ServerOptions, answer_there
+from dflash_mp.regenerate.server import ServerOptions, address, answer_there
 
 FORMAT = 1
 _REPORT_SECONDS = 10.0
@@ -144,6 +144,7 @@ def _server(request: Request, say: Callable[[str], None]) -> tuple[_Answerer, di
     if request.server is None:
         raise ValueError("neither a target nor a server")
     options = request.server
+    address(options)
     facts = {"server": options.url, "model": options.model}
     return lambda conversations: answer_there(conversations, options, request.answers, say), facts
 

@@ -71,12 +71,12 @@ def to_conversation(record: Record, shape: str, index: int) -> Conversation:
     for message in messages:
         if message["role"] != "assistant":
             parts[-1].append(message)
+        elif not any(said["role"] != "system" for said in parts[0]):
+            raise DataError(
+                f"{place}: the assistant speaks first, so nothing is asked", "remove the record, or its first answer"
+            )
         elif parts[-1]:
             parts.append([])
-    if not parts[0] or parts[0][-1]["role"] == "system":
-        raise DataError(
-            f"{place}: the assistant speaks first, so nothing is asked", "remove the record, or its first answer"
-        )
     return Conversation(index, place, tuple(map(tuple, parts)), tools)
 
 

@@ -22,6 +22,7 @@ from dflash_mp.regenerate.slots import SlotOptions, Slots, Text
 from dflash_mp.target.load import Target
 
 _STEPS = 8  # between two looks at which texts are done
+_REFILL = 16  # slots are filled again when one in so many is free: a pass of prompts costs as much as several of single tokens
 _WINDOWS = 16  # conversations tokenised together, for each slot
 _THINK = "<think>"
 
@@ -88,7 +89,7 @@ def answer_here(
 
 def _start(slots: Slots, waiting: list[_Question], running: dict[int, _Question], options: LocalOptions) -> None:
     free = slots.free()[: len(waiting)]
-    if not free:
+    if not free or (running and len(free) < len(waiting) and len(free) * _REFILL < options.slots.slots):
         return
     chosen = [waiting.pop() for _ in free]
     count = options.slots.max_new_tokens

@@ -60,7 +60,7 @@ def answer_there(
     conversations: Iterable[Conversation], options: ServerOptions, how: AnswerOptions, say: Callable[[str], None]
 ) -> Iterator[list[Answered]]:
     """Answer all `conversations`; yields each as it ends. Raises `ConfigError`, `TargetError`."""
-    place = _place(options)
+    place = address(options)
     if place.scheme == "http" and _key(options) and place.hostname not in ("localhost", "127.0.0.1", "::1"):
         say(f"the key in {options.key_variable} goes to {place.hostname} unencrypted: use https where you can")
     asked: queue.Queue[Conversation | None] = queue.Queue(2 * options.concurrency)
@@ -222,7 +222,8 @@ class _Client:
             self._connection = None
 
 
-def _place(options: ServerOptions) -> urllib.parse.SplitResult:
+def address(options: ServerOptions) -> urllib.parse.SplitResult:
+    """The parts of the server's address. Raises `ConfigError` if it is none, or holds a secret."""
     place = urllib.parse.urlsplit(options.url)
     if place.scheme not in ("http", "https") or not place.hostname:
         raise ConfigError(
@@ -299,6 +300,7 @@ def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
             raise TimeoutError("the answer came too slowly")
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)
+    response.close()  # read1 leaves it open, and the connection would take no further request
     return b"".join(parts)
 
 
