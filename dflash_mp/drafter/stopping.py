@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from dflash_mp.stream.client import StopRequest
+from dflash_mp.stream.client_patience import StopRequest
 
 log = logging.getLogger(__name__)
 _SAME_SECONDS = 1.0  # a signal to a whole group comes directly, and again from a parent that hands it on
@@ -41,9 +41,8 @@ class Stopping:
 
     def share(self, store: dist.Store | None) -> None:
         """Exchange requests with the other ranks through `store`; None in a world of one."""
-        self._store = (
-            None if store is None else store.clone()
-        )  # a connection of its own: waits on the other don't hold it up
+        if store is not None:  # a connection of its own: waits on the other don't hold it up
+            self._store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
 
     def anywhere(self) -> StopRequest | None:
         """The request of this process or, found out at most twice a second, of another rank. For use while waiting."""

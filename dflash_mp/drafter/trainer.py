@@ -33,7 +33,7 @@ from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.drafter.step_profile import StepProfile, span
 from dflash_mp.drafter.world import World
-from dflash_mp.stream.client import StoppedWaiting
+from dflash_mp.stream.client_patience import StoppedWaiting
 from dflash_mp.stream.pace import FeedersPace
 from dflash_mp.stream.plan import StreamPlan
 
@@ -100,7 +100,7 @@ def train(
         if trainer.step > saved and (trainer.step % options.checkpoint_every == 0 or last or stopping):
             save(trainer)
             saved = trainer.step
-            if (advice := balance.advice()) is not None:
+            if (advice := balance.advice(last or figures.stop)) is not None:
                 report.say(advice)
     if stopping:
         profile.close(trainer.step)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,10 +23,11 @@ from dflash_mp.config import RunConfig, StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.client_io import ClientIo
+from dflash_mp.stream.client_patience import Patience, StopRequest
 from dflash_mp.stream.counters import ClientCounters, client_counters
 from dflash_mp.stream.curve import refusal_behind
 from dflash_mp.stream.endpoints import check_endpoint
-from dflash_mp.stream.handshake import INBAND, expectations
+from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, expectations
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.lane_request import lane_wishes
 from dflash_mp.stream.layout import RowLayout, RowTensors
@@ -42,26 +42,7 @@ from dflash_mp.stream.window import Want, Window
 log = logging.getLogger(__name__)
 _REMIND_SECONDS = 15.0
 _HANG_UPS = 3  # in a handshake, before the reason is looked for
-# After a request to stop, a row may still come for so long, and the step be finished and saved:
-_STOP_SECONDS = 20.0  # from a feeder that lives
-_STOP_ALONE_SECONDS = 3.0  # when none does
 _SETTLE_SECONDS = 1.0  # how long other feeders may take to answer once one has
-
-
-@dataclass(frozen=True)
-class StopRequest:
-    """That this process was asked to stop, by which signal, and when (monotonic)."""
-
-    number: signal.Signals
-    at: float
-
-
-class StoppedWaiting(StreamError):
-    """The process was asked to stop while it waited for a row, and the row did not come soon. `exit_code`: 128 + signal."""
-
-    def __init__(self, what: str, remedy: str, number: signal.Signals) -> None:
-        super().__init__(what, remedy)
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -142,7 +123,7 @@ class RowClient:
             )
         self._expects, self._rank, self._world, self._resumed = expects, rank, world, plan
         self._stream = stream or StreamConfig()
-        self._held, self._pin, self._stop = held, pin, stop
+        self._held, self._pin = held, pin
         self._incarnation = secrets.token_hex(8)
         window_bytes = int(self._stream.window_mib * 2**20) // len(endpoints)
         wishes = lane_wishes(rank, world, window_bytes=window_bytes, least=held + 1, pin=pin, checksums=checksums)
@@ -151,6 +132,7 @@ class RowClient:
         )
         self._layout: RowLayout | None = None
         self._pace = PaceMeter()
+        self._patience = Patience(rank, self._stream.row_seconds, self._io, stop)
         self._closed = False
 
     @staticmethod
@@ -214,7 +196,7 @@ class RowClient:
                 if left <= 0:
                     raise StreamError(
                         f"rank {self._rank}: no more of the target's frozen weights came for {self._stream.row_seconds:g} s, "
-                        f"after {received / 2**20:.1f} MiB: {self._feeders()}",
+                        f"after {received / 2**20:.1f} MiB: {self._io.describe()}",
                         "look at the feeder's log",
                     )
                 self._io.changed.wait(min(left, 1.0))
@@ -231,7 +213,7 @@ class RowClient:
         After a request to stop the wait ends early, with `StoppedWaiting`.
         """
         window = self._connected_window()
-        want = window.take(key, self._stream.row_seconds, self._too_late, self._unwanted)
+        want = window.take(key, self._stream.row_seconds, self._patience.too_late, self._patience.unwanted)
         return ReceivedRow(want, self._connected_layout(), self)
 
     @property
@@ -254,6 +236,11 @@ class RowClient:
     def feeding(self) -> FeedersPace:
         """What the connected feeders could make, whatever this rank takes."""
         return self._pace.read({link.endpoint: link.pong for link in self._io.live()})
+
+    @property
+    def lanes(self) -> dict[str, str]:
+        """The lane of each feeder that is connected, by its address."""
+        return {link.endpoint: INBAND if link.ring is None else SHARED_MEMORY for link in self._io.live()}
 
     def close(self, bye: Bye | None = None) -> None:
         """Take leave of the feeders (at most a second or so). Slots not yet released stay readable."""
@@ -299,12 +286,12 @@ class RowClient:
                     return
                 if now >= deadline or all(link.state == "refused" for link in self._io.links):
                     raise StreamError(
-                        f"rank {self._rank}: no feeder after {now - start:.0f} s: {self._feeders()}",
+                        f"rank {self._rank}: no feeder after {now - start:.0f} s: {self._io.describe()}",
                         "start the feeders (dflash-mp feed), check feed.endpoints, or raise stream.connect_seconds",
                     )
                 if settled is None and now >= reminder:
                     reminder = now + _REMIND_SECONDS
-                    log.warning("rank %d: waiting for a feeder: %s", self._rank, self._feeders())
+                    log.warning("rank %d: waiting for a feeder: %s", self._rank, self._io.describe())
                 self._io.changed.wait(min(0.2, deadline - now))
             self._find_wrong_keys()
 
@@ -332,40 +319,6 @@ class RowClient:
             self._io.give_back(want.loan)
         self._connected_window().release(want)
         self._io.wake()
-
-    def _too_late(self, want: Want) -> StreamError:
-        start = f"rank {self._rank}: {want.key} did not come within {self._stream.row_seconds:g} s"
-        if not self._io.live():
-            return StreamError(
-                f"{start}: no feeder is left: {self._feeders()}",
-                "start a feeder again (dflash-mp feed); the run goes on from its last checkpoint",
-            )
-        now = time.monotonic()
-        asked = ", ".join(f"{r.feeder} was asked {now - r.asked_at:.0f} s ago" for r in want.requests)
-        asked = asked or "it was asked of nobody"
-        return StreamError(
-            f"{start}: {asked}; {self._feeders()}",
-            "look at the feeder's log; if a row takes that long, raise stream.row_seconds",
-        )
-
-    def _unwanted(self, want: Want, start: float) -> StoppedWaiting | None:
-        """Whether to wait no longer for a row, because the process is to stop."""
-        stop = self._stop()
-        if stop is None:
-            return None
-        patience = _STOP_SECONDS if self._io.live() else _STOP_ALONE_SECONDS
-        if time.monotonic() - max(start, stop.at) < patience:
-            return None
-        return StoppedWaiting(
-            f"rank {self._rank}: stopped by {stop.number.name} while waiting for {want.key}, which did not come within "
-            f"{patience:g} s more: {self._feeders()}",
-            "nothing was saved now, the last checkpoint stands: the same command resumes from it",
-            stop.number,
-        )
-
-    def _feeders(self) -> str:
-        now = time.monotonic()
-        return "; ".join(link.describe(now) for link in self._io.links)
 
     def _raise_if_broken(self) -> None:
         if self._io.broken is not None:

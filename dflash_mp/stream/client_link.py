@@ -30,6 +30,7 @@ from dflash_mp.stream.window import Request
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
 _RETRY_SECONDS = 5.0  # after a refusal
 _BYE_LINGER_MS = 500
+_STUCK_SECONDS = 1.0  # in one row, at least, before a feeder may be called stuck
 
 
 class Link:
@@ -281,13 +282,22 @@ class Link:
             past = f"lost {for_so_long:.0f} s ago ({self.last_loss})" if self.ever_live else "nothing answers there"
             return f"{self.endpoint}: {past}"
         if silent > 3.0:
-            return f"{self.endpoint} is connected but silent for {silent:.0f} s"
+            return f"{self.endpoint} is connected but silent for {silent:.0f} s: stopped, or cut off"
         if self.pong is None or self.pong.busy is None:
             return f"{self.endpoint} is connected and idle"
+        stuck, usual = self.stuck_for(now), self.row_time.seconds or 0.0
         return (
             f"{self.endpoint} is connected and busy with {self.pong.busy} for {self.pong.busy_seconds + silent:.0f} s, "
             f"{self.pong.queued} more queued"
+            + (f"; it answers, but is stuck: it made rows in {usual:.1f} s before" if stuck else "")
         )
+
+    def stuck_for(self, now: float) -> float:
+        """Seconds for which the feeder, though it answers, has been at a row that should have taken a tenth of that; 0 if it isn't stuck."""
+        if self.pong is None or self.pong.busy is None or self.row_time.seconds is None:
+            return 0.0
+        seconds = self.pong.busy_seconds + now - self.heard
+        return seconds if seconds > max(_STUCK_SECONDS, 10 * self.row_time.seconds) else 0.0
 
     # -- sockets ------------------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from synthetic_rows import SyntheticRows, make_config, make_trainer
 
+from dflash_mp.data.row import RowKey
 from dflash_mp.drafter import checkpoint, state
 from dflash_mp.drafter.report import Reporter
+from dflash_mp.drafter.rows import TakenRow
 from dflash_mp.drafter.trainer import Trainer, train, train_step
 from dflash_mp.errors import CheckpointError, DflashError
+from dflash_mp.stream.client_patience import StoppedWaiting
 
 
 def run_to_end(trainer: Trainer, source: SyntheticRows, stop_after: int | None = None) -> bool:
@@ -46,6 +49,60 @@ def test_stopping_and_resuming_equals_not_stopping_bitwise(tmp_path: Path, preci
     assert_same_bits(tensors_of(uninterrupted), tensors_of(trainer))
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(parameter, dict(uninterrupted.model.named_parameters())[name])
+
+
+class Withheld(SyntheticRows):
+    """Rows of which one does not come before the process is asked to stop."""
+
+    def __init__(self, missing: RowKey) -> None:
+        super().__init__()
+        self._missing = missing
+
+    def take(self, key: RowKey) -> TakenRow:
+        if key == self._missing:
+            raise StoppedWaiting("stopped while waiting for a row")
+        return super().take(key)
+
+
+@pytest.mark.parametrize(
+    ("missing", "done"), [(RowKey("train", 14), 4), (RowKey("train", 12), 4), (RowKey("train", 1), 0)]
+)
+def test_a_step_that_lacks_a_row_when_a_stop_is_asked_for_is_dropped_and_the_last_one_saved(
+    tmp_path: Path, missing: RowKey, done: int
+) -> None:
+    whole, rows = make_config(tmp_path / "whole", log_every=1), SyntheticRows()
+    uninterrupted = make_trainer(whole, rows)
+    assert run_to_end(uninterrupted, rows)
+
+    parts, rows = make_config(tmp_path / "parts", log_every=1), Withheld(missing)
+    assert not run_to_end(make_trainer(parts, rows), rows)
+    assert checkpoint.steps_of(parts.run_dir) == ([done] if done else [])
+    lines = [json.loads(line) for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert max((line["step"] for line in lines if line["kind"] == "train"), default=0) == done
+
+    rows = SyntheticRows()
+    trainer = make_trainer(parts, rows, checkpoint.find(parts.run_dir))
+    assert trainer.step == done
+    assert run_to_end(trainer, rows)
+    assert_same_bits(tensors_of(uninterrupted), tensors_of(trainer))
+
+
+def test_a_stop_cuts_a_held_out_measurement_short_and_it_is_not_reported(tmp_path: Path) -> None:
+    config, rows = make_config(tmp_path, held_out_rows=4, held_out_every=2), SyntheticRows()
+    trainer = make_trainer(config, rows)
+    asked = False
+
+    def stop_requested() -> bool:
+        """Asked for after step 2, when that step has long been agreed on."""
+        nonlocal asked
+        asked = asked or trainer.step == 2
+        return asked
+
+    with Reporter(config.run_dir, enabled=True) as report:
+        assert not train(trainer, rows, report, state.save, stop_requested)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "held_out"] == [0]
+    assert checkpoint.steps_of(config.run_dir) == [2]
 
 
 def test_training_lowers_the_loss_and_lifts_tau_on_held_out_rows(tmp_path: Path) -> None:

@@ -171,32 +171,62 @@ def test_a_drafter_that_waits_for_a_feeder_stops_at_once(run_file: Path, tmp_pat
         drafter.wait()
 
 
-def test_drafters_that_wait_for_a_row_of_a_dead_feeder_stop_within_seconds(run_file: Path, tmp_path: Path) -> None:
-    options = [f"run_dir={tmp_path / 'run'}", "train.steps=100000", "train.checkpoint_every=10"]
-    sets = [word for option in options for word in ("--set", option)]
-    log = tmp_path / "log"
-    with log.open("wb") as out:
-        feed = [sys.executable, "-m", "dflash_mp.cli", "feed", "-c", str(run_file), *sets]
-        torchrun = [sys.executable, "-m", "dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2"]
-        feeder = subprocess.Popen(feed, stdout=out, stderr=out)
-        drafters = subprocess.Popen(
-            [*torchrun, "-m", "dflash_mp.drafter", "-c", str(run_file), *sets], stdout=out, stderr=out
-        )
+class ByHand:
+    """A feeder and two drafter ranks, each started on its own."""
+
+    def __init__(self, run_file: Path, directory: Path, *more: str) -> None:
+        options = [f"run_dir={directory / 'run'}", f"train.steps={STEPS}", "train.checkpoint_every=10", *more]
+        self._options = ["-c", str(run_file), *(word for option in options for word in ("--set", option))]
+        self.run_dir, self.log = directory / "run", directory / "log"
+        self.feeder, self.torchrun = self.start_feeder(), self.start_drafters()
+
+    def start_feeder(self) -> subprocess.Popen[bytes]:
+        return self._start("dflash_mp.cli", "feed", *self._options)
+
+    def start_drafters(self, *options: str) -> subprocess.Popen[bytes]:
+        torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2", *options)
+        return self._start(*torchrun, "-m", "dflash_mp.drafter", *self._options)
+
+    def ranks(self) -> list[int]:
+        return children_of(self.torchrun.pid)
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        what = f"{text!r} in the log"
+        eventually(lambda: self.log.read_text().count(text) >= times or self.torchrun.poll() is not None, what)
+        assert self.torchrun.poll() is None, self.log.read_text()
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as out:
+            return subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
+
+
+@contextmanager
+def by_hand(run_file: Path, directory: Path, *more: str) -> Iterator[ByHand]:
+    run = ByHand(run_file, directory, *more)
     try:
-        eventually(lambda: b"step 12/" in log.read_bytes() or drafters.poll() is not None, "a step was trained")
-        feeder.kill()
-        feeder.wait()
-        time.sleep(1.5)  # the rows that were under way are used up
-        assert drafters.poll() is None
-        started = time.monotonic()
-        for rank in children_of(drafters.pid):
-            send_signal(rank, signal.SIGTERM)
-        assert drafters.wait(SECONDS) == 128 + signal.SIGTERM, log.read_text()
-        assert time.monotonic() - started < 12
-        assert "stopped by SIGTERM while waiting for" in log.read_text()
-        assert "the last checkpoint stands" in log.read_text()
-        assert steps_of(tmp_path / "run")[-1] >= 10
+        yield run
     finally:
-        for process in (feeder, drafters):
+        for process in (run.feeder, run.torchrun):
             process.kill()
             process.wait()
+
+
+def test_ranks_that_wait_for_a_row_of_a_dead_feeder_save_the_last_step_though_one_alone_is_asked_to_stop(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with by_hand(run_file, tmp_path) as run:
+        run.wait_for("step 12/")
+        run.feeder.kill()
+        run.feeder.wait()
+        time.sleep(1.5)  # the rows that were under way are used up
+        assert run.torchrun.poll() is None
+        started = time.monotonic()
+        send_signal(run.ranks()[0], signal.SIGTERM)
+        assert run.torchrun.wait(SECONDS) == 0, run.log.read_text()
+        assert time.monotonic() - started < 20
+        log = run.log.read_text()
+        assert "stopped by SIGTERM while waiting for" in log
+        saved = steps_of(run.run_dir)[-1]
+        assert f"stopped after step {saved}; the same command goes on from here" in log
+        assert f"step {saved}/{STEPS}" in log
+        assert f"step {saved + 1}/{STEPS}" not in log
