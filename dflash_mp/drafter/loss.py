@@ -97,17 +97,17 @@ class _HeadCrossEntropy(torch.autograd.Function):
         right = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         buffer = head.weight.new_empty(min(head.chunk, len(labels)), head.weight.shape[0])
-        cross_entropy = _compiled_cross_entropy() if head.compiled else _cross_entropy
+        cross_entropy = _compiled_cross_entropy() if head.compiled else _cross_entropy_in_place
         for start in range(0, len(labels), head.chunk):
             part = slice(start, start + head.chunk)
             # Fresh memory for each chunk would cost a CPU a third of the product's time in page faults.
             logits = torch.mm(hidden[part].to(buffer.dtype), head.weight.t(), out=buffer[: len(labels[part])])
             loss, right[part], slope, factor = cross_entropy(
-                logits.float(), labels[part], weights[part], head.scale, head.softcap
+                logits, labels[part], weights[part], head.scale, head.softcap
             )
             total += loss
             if gradient is not None:
-                gradient[part] = (slope.to(buffer.dtype) @ head.weight).float() * factor[:, None]
+                gradient[part] = (slope @ head.weight).float() * factor[:, None]
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
@@ -122,10 +122,33 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def _cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of float32 `logits` [n, V], which it overwrites: loss sum, hits, and the gradient as `slope` [n, V] · `factor` [n].
+    """Of `logits` [n, V]: loss sum, hits, and the gradient as `slope` [n, V], in the logits' dtype, times `factor` [n].
 
-    The factor (weight over the softmax's denominator) is left for after the product with the head, where rows are short.
+    The factor (weight over the softmax's denominator) is left for after the product with the head, where rows are short. To be
+    compiled: without in-place operations it fuses into three reads of the logits and one write of the slope.
     """
+    wide = logits.float() * scale
+    bounded = None
+    if softcap is not None:
+        bounded = torch.tanh(wide / softcap)
+        wide = bounded * softcap
+    largest, guess = wide.max(1, keepdim=True)
+    exponent = (wide - largest).exp()
+    denominator = exponent.sum(1, keepdim=True)
+    loss = (denominator.log() + largest - wide.gather(1, labels[:, None])).squeeze(1) * weights
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    slope = torch.where(columns == labels[:, None], exponent - denominator, exponent)
+    if bounded is not None:
+        slope = slope * (1 - bounded.square())
+    right = (guess.squeeze(1) == labels) & (weights > 0)
+    return loss.sum(), right, slope.to(logits.dtype), weights * scale / denominator.squeeze(1)
+
+
+def _cross_entropy_in_place(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same, uncompiled: it overwrites `logits` when they are float32, for fresh memory is dear on a CPU."""
+    dtype, logits = logits.dtype, logits.float()
     if scale != 1.0:
         logits.mul_(scale)
     bounded = None
@@ -141,7 +164,7 @@ def _cross_entropy(
     if bounded is not None:
         slope.mul_(1 - bounded.square())
     right = (guess.squeeze(1) == labels) & (weights > 0)
-    return loss.sum(), right, slope, weights * scale / denominator.squeeze(1)
+    return loss.sum(), right, slope.to(dtype), weights * scale / denominator.squeeze(1)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from reference import loss_slow, random_batch, small_shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_mp.drafter.attention import blockwise_mask
-from dflash_mp.drafter.loss import block_loss, default_gamma, slot_weights
+from dflash_mp.drafter.loss import _cross_entropy, block_loss, default_gamma, slot_weights
 from dflash_mp.drafter.model import DraftModel
 
 
@@ -37,12 +39,19 @@ def material(
     scale=st.sampled_from([1.0, 0.3]),
     softcap=st.sampled_from([None, 2.0]),
     chunk=st.sampled_from([1, 3, 1000]),
+    compiled=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
-def test_loss_gradients_and_hits_equal_the_slow_twin(seed, blocks, size, share, scale, softcap, chunk) -> None:
+@settings(max_examples=60, deadline=None)
+def test_loss_gradients_and_hits_equal_the_slow_twin(
+    seed, blocks, size, share, scale, softcap, chunk, compiled
+) -> None:
     hidden, head, labels, weights = material(seed, blocks=blocks, size=size, share=share)
     expected, hits = loss_slow(hidden, head, labels, weights, scale, softcap)
-    loss = block_loss(hidden, head, labels, weights, logit_scale=scale, logit_softcap=softcap, chunk=chunk)
+    how = {"logit_scale": scale, "logit_softcap": softcap, "chunk": chunk, "compiled": compiled}
+    with mock.patch(
+        "dflash_mp.drafter.loss._compiled_cross_entropy", return_value=_cross_entropy
+    ):  # what would be compiled
+        loss = block_loss(hidden, head, labels, weights, **how)
     torch.testing.assert_close(loss.total, expected, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(loss.weight, weights.sum())
     assert torch.equal(loss.correct, hits)
