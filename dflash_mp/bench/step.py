@@ -26,7 +26,6 @@ from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import ConfigError
 from dflash_mp.stream.layout import RowTensors
 
-
 # Of AdamW, per bf16 parameter: gradient 2, master and two moments read and written 24, parameter 2.
 _OPTIMIZER_BYTES = 28
 
