@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dflash_mp import __version__, logs
+from dflash_mp import logs
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.doctor import doctor
@@ -21,6 +21,15 @@ from dflash_mp.errors import DflashError
 from dflash_mp.options import Group
 
 log = logging.getLogger("dflash_mp.cli")
+
+_EXAMPLES = (
+    "dflash-mp doctor -c run.yaml               # is this machine fit for the run?",
+    "dflash-mp prepare -c run.yaml --show 3     # documents become rows",
+    "dflash-mp run -c run.yaml                  # train; the same command resumes",
+    "dflash-mp eval -c run.yaml --untrained     # acceptance length and speed-up",
+    "dflash-mp export runs/mine drafter         # for vLLM, SGLang and dflash",
+    'eval "$(_DFLASH_MP_COMPLETE=bash_source dflash-mp)"     # completion for this shell: bash_source, zsh_source, fish_source',
+)
 
 
 class _Main(Group):
@@ -37,8 +46,23 @@ class _Main(Group):
             sys.exit(error.exit_code)
 
 
-@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="dflash-mp")
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from dflash_mp.build_facts import lines
+
+        click.echo("\n".join(lines()))
+        context.exit()
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]}, examples=_EXAMPLES)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version, the commit of a checkout, and the versions of what it runs on.",
+)
 def main() -> None:
     """Train DFlash drafters for your target model."""
 

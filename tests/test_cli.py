@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dflash_mp import __version__
+from dflash_mp import __version__, build_facts
 from dflash_mp.cli import main
 from dflash_mp.errors import ConfigError, DataError, DflashError
 
@@ -30,6 +32,14 @@ def commands(group: click.Group = main, words: tuple[str, ...] = ()) -> Iterator
 COMMANDS = sorted(commands())
 
 
+def command_named(words: tuple[str, ...]) -> click.Command:
+    command: click.Command = main
+    for word in words:
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    return command
+
+
 def test_the_project_has_its_commands() -> None:
     expected = {"demo", "prepare", "feed", "run", "export", "eval", "generate"}
     assert expected <= {words[0] for words in COMMANDS}
@@ -40,10 +50,7 @@ def test_a_command_describes_itself_and_each_of_its_options(words: tuple[str, ..
     done = CliRunner().invoke(main, [*words, "--help"], terminal_width=200)
     assert done.exit_code == 0
     assert done.output.startswith(f"Usage: main {' '.join(words)}")
-    command: click.Command = main
-    for word in words:
-        assert isinstance(command, click.Group)
-        command = command.commands[word]
+    command = command_named(words)
     assert command.help, "a docstring says what the command does"
     undocumented = [
         p.name
@@ -63,8 +70,53 @@ def test_help_of_every_command_needs_no_heavy_import() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_version_is_printed() -> None:
-    assert CliRunner().invoke(main, ["--version"]).output == f"dflash-mp, version {__version__}\n"
+def test_the_version_comes_with_what_a_bug_report_needs() -> None:
+    import torch
+
+    first, *facts = CliRunner().invoke(main, ["--version"]).output.splitlines()
+    assert first == f"dflash-mp {__version__}"
+    known = dict(fact.split(": ", 1) for fact in facts)
+    assert known["python"].startswith(platform.python_version())
+    assert known["torch"] == f"{torch.__version__}, CUDA: {torch.version.cuda or 'none'}"
+    assert Path(known["installed at"]) == Path(build_facts.__file__).parent
+
+
+def test_the_commit_is_that_of_a_checkout_and_changes_are_said(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        command = ["git", "-C", str(tmp_path), *identity, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert build_facts.commit(tmp_path) is None
+    git("init", "-q")
+    assert build_facts.commit(tmp_path) is None
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    revision = git("rev-parse", "--short=12", "HEAD")
+    assert build_facts.commit(tmp_path) == revision
+    (tmp_path / "file").write_text("b")
+    assert build_facts.commit(tmp_path) == f"{revision}, with changes"
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [
+        ("bash", "complete -o nosort"),
+        ("zsh", "#compdef dflash-mp"),
+        ("fish", "complete --no-files --command dflash-mp"),
+    ],
+)
+def test_a_shell_gets_its_completion(shell: str, says: str) -> None:
+    command = [sys.executable, "-c", "from dflash_mp.cli import main; main(prog_name='dflash-mp')"]
+    environment = {**os.environ, "_DFLASH_MP_COMPLETE": f"{shell}_source"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert says in done.stdout, done.stderr
+    assert f"_DFLASH_MP_COMPLETE={shell}_complete" in done.stdout
+    asked = {"bash": {"COMP_CWORD": "2"}, "zsh": {"COMP_CWORD": "2"}, "fish": {"COMP_CWORD": "--prof"}}[shell]
+    environment |= {"_DFLASH_MP_COMPLETE": f"{shell}_complete", "COMP_WORDS": "dflash-mp run --prof", **asked}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "--profile" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("error", [DflashError("x", "do y"), ConfigError("x", "do y"), DataError("x", "do y")])

@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "split": set(),
     "process": {"errors"},
     "logs": set(),
+    "build_facts": set(),
     "profiling": {"errors"},
     "options": {"config", "errors", "logs"},
     "config": {"errors"},
