@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 from dflash_mp.config import RunConfig, load_config
+from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import DflashError
 from dflash_mp.process import children_of
 
@@ -48,8 +49,6 @@ def look(pid: int) -> str:
 
 def trained(config: RunConfig) -> str:
     """The last step, when a checkpoint has it. Raises `Unhealthy` with exit code 75 otherwise."""
-    from dflash_mp.drafter.checkpoint import steps_of  # imports torch, which nothing else here needs
-
     step = max(steps_of(config.run_dir), default=0)
     if step < config.train.steps:
         error = Unhealthy(

@@ -21,6 +21,7 @@ import yaml
 from dflash_mp import __version__, logs
 from dflash_mp.calibration import choose, kept_split
 from dflash_mp.config import LoadedConfig, describe_config
+from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import DflashError
 from dflash_mp.preflight import RunLock, check
 from dflash_mp.profiling import parse_profile
@@ -108,8 +109,6 @@ def environment(settings: logs.Settings = logs.DEFAULT) -> dict[str, str]:
 
 
 def _last_step(run_dir: Path) -> int:
-    from dflash_mp.drafter.checkpoint import steps_of  # imports torch, which nothing else here needs
-
     return max(steps_of(run_dir), default=0)
 
 

@@ -49,6 +49,8 @@ def interface_to(head: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)
         mine = probe.getsockname()[0]
+        if mine.startswith("127."):
+            return "lo"
         for _, name in socket.if_nameindex() if family == socket.AF_INET else ():
             try:
                 found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,10 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import CheckpointError
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8})")
 _TENSOR_FILES = ("weights.safetensors", "optimizer.safetensors")
 
 
@@ -68,14 +67,6 @@ def save(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
             "free space or permissions there; earlier checkpoints are untouched, and the same command resumes from the last",
         ) from error
     return final
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints below `run_dir`, ascending."""
-    parent = run_dir / "checkpoints"
-    if not parent.is_dir():
-        return []
-    return sorted(int(match[1]) for entry in parent.iterdir() if (match := _NAME.fullmatch(entry.name)))
 
 
 def find(path: Path) -> Path | None:
