@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from dflash_mp.bench.stream import probe_stream
 from dflash_mp.config import RunConfig
 from dflash_mp.data.store import open_dataset
 from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
@@ -22,6 +21,7 @@ from dflash_mp.doctor.finding import Finding, green, of_error, red, yellow
 from dflash_mp.doctor.fit import Plans, check_fit
 from dflash_mp.doctor.limits import Needs, check_limits
 from dflash_mp.doctor.ports import check_rendezvous
+from dflash_mp.doctor.probe import probe_stream
 from dflash_mp.doctor.target_size import read_target_size
 from dflash_mp.doctor.versions import check_versions
 from dflash_mp.drafter.shape import DrafterShape

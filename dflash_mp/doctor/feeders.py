@@ -54,13 +54,8 @@ def _check_feeder(
     state = _state(endpoint)
     if state == "free":
         return Asked(endpoint, Answer(), (green(endpoint, "free for a feeder"),))
-    answer = ask(
-        endpoint,
-        expectations(config),
-        keys,
-        seconds=seconds,
-        transfer_seconds=0 if state == "taken" else transfer_seconds,
-    )
+    transfer = 0.0 if ipc_path(endpoint) else transfer_seconds  # rows don't go by ipc sockets where memory is shared
+    answer = ask(endpoint, expectations(config), keys, seconds=seconds, transfer_seconds=transfer)
     if answer.welcome is not None:
         return Asked(endpoint, answer, tuple(_check_welcome(config, endpoint, answer, answer.welcome)))
     if answer.refusal is not None and answer.refusal.code == "full":
