@@ -14,6 +14,7 @@ from dflash_mp.bench.synthetic import synthetic_plan
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.software import Package
 
 KEY = RowKey("train", 7)
 EXPECTS = m.Expectations("run", 3, 64, None, (1, 2))
@@ -21,6 +22,8 @@ EXAMPLES: list[m.Message] = [
     m.Hello(m.VERSION, "rank 0", "ab12", 0, 2, EXPECTS, synthetic_plan(), ("inband",)),
     m.Hello(m.VERSION, "rank 1", "ab12", 1, 2, m.Expectations("run", 3, 64), None, ()),
     m.Welcome(m.VERSION, "ipc:///x", synthetic_plan(tied_head=True), "inband", 4096, 3),
+    m.Hello(m.VERSION, "rank 1", "ab12", 1, 2, EXPECTS, None, (), (Package("torch", "2.13.0+cu130"),)),
+    m.Welcome(m.VERSION, "ipc:///x", synthetic_plan(), "inband", 4096, 3, (Package("torch", "2.11.0"),), 1.8e9),
     m.Refused("plan", "other rows", "use these"),
     m.Get((m.RowRequest(1, KEY), m.RowRequest(2, RowKey("held_out", 0)))),
     m.Row(1, KEY, 0, 0, 4096, (1 << 64) - 1),
@@ -32,6 +35,7 @@ EXAMPLES: list[m.Message] = [
     m.Ping(1, 2),
     m.Pong(1, 2, 3, KEY, 0.25),
     m.Pong(1, 2, 3, None, 0.0),
+    m.Pong(1, 2, 3, None, 0.0, 12.5),
     m.Bye("stopped", "told to"),
 ]
 
@@ -93,6 +97,20 @@ def test_a_plan_is_checked_before_anything_is_allocated(path: tuple[str, ...], v
     with pytest.raises(ProtocolError) as caught:
         m.decode(msgpack.packb(tree))
     assert says in str(caught.value)
+
+
+def test_fields_that_came_later_may_be_missing_and_are_not_sent_at_their_defaults() -> None:
+    """An older peer's messages are read, and it is sent none that it could not read."""
+    for message in (
+        EXAMPLES[0],
+        m.Welcome(m.VERSION, "x", synthetic_plan(), "inband", 4096, 3),
+        m.Pong(1, 2, 3, KEY, 0.25),
+    ):
+        tree = msgpack.unpackb(m.encode(message))
+        assert not {"software", "clock", "computing_seconds"} & set(tree)
+        assert m.decode(msgpack.packb(tree)) == message
+    with pytest.raises(ProtocolError, match="PONG lacks the key 'busy_seconds'"):
+        m.decode(msgpack.packb({k: v for k, v in tree.items() if k != "busy_seconds"}))
 
 
 def test_another_version_is_named_before_its_unknown_keys() -> None:
