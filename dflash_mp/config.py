@@ -87,7 +87,11 @@ class DataConfig(_Section):
 class FeedConfig(_Section):
     """The feeders: processes that run the target and serve rows."""
 
-    count: int = Field(1, ge=1, description="feeders, when no endpoints are given; else one for each endpoint")
+    count: int = Field(
+        1,
+        ge=0,
+        description="feeders, when no endpoints are given; else one for each endpoint. 0: all are in stream.feeders_file",
+    )
     endpoints: list[str] = Field(
         default_factory=list, description="ipc:// or tcp:// addresses, one per feeder; default: ipc, by run"
     )
@@ -115,6 +119,9 @@ class StreamConfig(_Section):
         None,
         description="directory of keys (`dflash-mp keygen`); with it, tcp is encrypted and only listed drafters get in",
     )
+    feeders_file: Path | None = Field(
+        None, description="addresses of more feeders, one a line; drafters read it again when it changes"
+    )
 
 
 class DrafterConfig(_Section):
@@ -135,6 +142,14 @@ class TrainConfig(_Section):
     rows_per_step: int = Field(8, ge=1, description="rows of an optimizer step over all ranks (the global batch)")
     micro_batch_rows: int = Field(1, ge=1, description="rows in one forward pass of a rank")
     anchors_per_row: int = Field(512, ge=1, description="blocks trained in each row")
+    objective: Literal["decay", "dpace", "distill"] = Field(
+        "decay",
+        description="decay: cross-entropy, later slots weighing less; dpace: D-PACE, weights by the chance to get so far; "
+        "distill: the target's own distribution, with decay's weights",
+    )
+    dpace_alpha: float = Field(
+        0.5, gt=0, le=1, description="dpace: a slot's chance counts as (1 − alpha)·chance + alpha"
+    )
     loss_gamma: float | None = Field(
         None, gt=0, description="decay of the loss over slots; default by block size: 16→7, 10→5, 8→4"
     )

@@ -34,6 +34,7 @@ from dflash_mp.stream.layout import RowLayout, RowTensors
 from dflash_mp.stream.messages import VERSION, Bye, Expectations, Hello
 from dflash_mp.stream.pace import FeedersPace, PaceMeter
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.roster import Roster
 from dflash_mp.stream.slots import DeferredSlots
 from dflash_mp.stream.software import own_software
 from dflash_mp.stream.weights import FrozenWeights, WeightsBuilder
@@ -111,10 +112,10 @@ class RowClient:
         with feeders of this machine unless `shared_memory` is False; `checksums` has rows checksummed there as well. Raises `StreamError`
         if an endpoint may not be used.
         """
-        for endpoint in endpoints:
-            check_endpoint(endpoint, insecure_no_auth, keys is not None)
-        if not endpoints:
-            raise StreamError("no feeder is named", "set feed.endpoints or feed.count")
+        self._stream = stream or StreamConfig()
+        file = self._stream.feeders_file
+        roster = Roster(endpoints, file, lambda each: check_endpoint(each, insecure_no_auth, keys is not None))
+        endpoints = roster.endpoints
         if insecure_no_auth:
             log.warning(
                 "rank %d: feed.insecure_no_auth is set: whoever answers at %s is taken for a feeder",
@@ -122,13 +123,18 @@ class RowClient:
                 ", ".join(endpoints),
             )
         self._expects, self._rank, self._world, self._resumed = expects, rank, world, plan
-        self._stream = stream or StreamConfig()
         self._held, self._pin = held, pin
         self._incarnation = secrets.token_hex(8)
         window_bytes = int(self._stream.window_mib * 2**20) // len(endpoints)
         wishes = lane_wishes(rank, world, window_bytes=window_bytes, least=held + 1, pin=pin, checksums=checksums)
         self._io = ClientIo(
-            endpoints, self._hello, f"rank {rank}", self._stream.silent_seconds, keys, wishes if shared_memory else None
+            endpoints,
+            self._hello,
+            f"rank {rank}",
+            self._stream.silent_seconds,
+            keys,
+            wishes if shared_memory else None,
+            roster,
         )
         self._layout: RowLayout | None = None
         self._pace = PaceMeter()

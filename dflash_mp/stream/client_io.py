@@ -26,6 +26,7 @@ from dflash_mp.stream.lane_request import LaneWishes
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.ring_rows import RingRows
+from dflash_mp.stream.roster import Roster
 from dflash_mp.stream.shared_memory import Loan
 from dflash_mp.stream.software import torch_mismatch
 from dflash_mp.stream.wakeup import Wakeup
@@ -50,8 +51,9 @@ class ClientIo:
         silent_seconds: float,
         keys: DrafterKeys | None = None,
         wishes: LaneWishes | None = None,
+        roster: Roster | None = None,
     ) -> None:
-        """`wishes` are None where memory is not to be shared."""
+        """`wishes` are None where memory is not to be shared; a `roster` says when `endpoints` are others."""
         self.plan: StreamPlan | None = None
         self.row_bytes = 0
         self.window: Window | None = None
@@ -71,6 +73,7 @@ class ClientIo:
         self._poller = zmq.Poller()
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._roster, self._keys = roster, keys
         self.links = [Link(endpoint, self._context, self._poller, keys) for endpoint in endpoints]
         self._ring_rows = RingRows(self.links)
         self._thread = threading.Thread(target=self._main, name="stream", daemon=True)
@@ -142,6 +145,8 @@ class ClientIo:
                 for link in self.links:
                     link.heard = now
             last = now
+            if self._roster is not None and self._roster.changed(now):
+                self._follow(self._roster.endpoints)
             for link in self.links:
                 if link.lane_answered or any(link.owns(polled) for polled in ready):
                     self._attend(link)
@@ -160,6 +165,17 @@ class ClientIo:
             self._poller.poll(int(left * 1000) + 1)
             for link in self.live():
                 self._attend(link)
+
+    def _follow(self, endpoints: list[str]) -> None:
+        """Connect to feeders that are new, and leave those that are no longer named."""
+        stay = [link for link in self.links if link.endpoint in endpoints]
+        known = {link.endpoint for link in stay}
+        new = [Link(e, self._context, self._poller, self._keys) for e in endpoints if e not in known]
+        for link in [link for link in self.links if link not in stay]:
+            log.info("%s: %s is no longer named: left", self._who, link.endpoint)
+            self._again(link.leave(m.Bye("done", "this feeder is no longer named")))
+        self.links[:] = [*stay, *new]  # in place: others look at the list
+        self._notify()
 
     # -- links --------------------------------------------------------------------------------------------------------------------
 

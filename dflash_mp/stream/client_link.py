@@ -132,6 +132,14 @@ class Link:
         self._enter("refused")
         return owed
 
+    def leave(self, bye: m.Bye) -> list[Request]:
+        """Say `bye` if anybody listens, and end for good; returns the rows that it still owed."""
+        if self.state == "live":
+            self.post(bye)
+        owed = self._close(_BYE_LINGER_MS)
+        self._enter("closed")
+        return owed
+
     def close(self) -> None:
         """End for good."""
         self._close(_BYE_LINGER_MS)
