@@ -19,6 +19,14 @@ install_ip() {
     { apt-get update -qq && apt-get install -y -qq iproute2; } > /dev/null || echo "iproute2 could not be installed: tests/network will be skipped"
 }
 stage "iproute2" install_ip
+# The dashboard is asked of a real Prometheus, the report is opened in a real browser; without them those tests are skipped, and say so.
+install_viewers() {
+    if ! command -v apt-get > /dev/null || [ "$(id -u)" != 0 ]; then return 0; fi
+    if command -v prometheus > /dev/null && command -v chromium > /dev/null; then return 0; fi
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus chromium; } > /dev/null ||
+        echo "prometheus and chromium could not be installed: parts of tests/monitor will be skipped"
+}
+stage "prometheus, chromium" install_viewers
 
 # Many processes share the cores: one thread each, asleep while it waits.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
