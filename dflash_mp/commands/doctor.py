@@ -28,6 +28,13 @@ from dflash_mp.options import Command, load
 @click.option(
     "--probe/--no-probe", default=True, show_default=True, help="Measure the path between feeder and drafter."
 )
+@click.option(
+    "--role",
+    type=click.Choice(["auto", "both", "feeders", "drafters"]),
+    default="auto",
+    show_default=True,
+    help="What runs on this host; auto: as feed.endpoints tell.",
+)
 @click.option("--details", is_flag=True, help="Show how memory was reckoned for green lines, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
@@ -35,6 +42,7 @@ def doctor(
     overrides: tuple[str, ...],
     rows_per_second: float | None,
     probe: bool,
+    role: str,
     details: bool,
     as_json: bool,
 ) -> None:
@@ -48,7 +56,7 @@ def doctor(
     from dflash_mp.doctor.checks import examine
     from dflash_mp.doctor.finding import exit_code
 
-    findings = list(examine(config, rows_per_second, probe))
+    findings = list(examine(config, rows_per_second, probe, role))
     if as_json:
         click.echo(report.as_json(findings))
     else:

@@ -15,7 +15,7 @@ from dflash_mp.config import RunConfig
 from dflash_mp.data.store import open_dataset
 from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
 from dflash_mp.doctor.devices import Gpu, ReadGpus, check_gpus, read_gpus
-from dflash_mp.doctor.feeders import Asked, check_feeders
+from dflash_mp.doctor.feeders import Asked, check_feeders, is_loopback, roles_here
 from dflash_mp.doctor.files import check_clock, check_directory, check_keys
 from dflash_mp.doctor.finding import Finding, green, of_error, red, yellow
 from dflash_mp.doctor.fit import Plans, check_fit
@@ -34,9 +34,15 @@ _TRANSFER_SECONDS = 1.5
 
 
 def examine(
-    config: RunConfig | None, rows_per_second: float | None = None, probe: bool = True, gpus_of: ReadGpus = read_gpus
+    config: RunConfig | None,
+    rows_per_second: float | None = None,
+    probe: bool = True,
+    role: str = "auto",
+    gpus_of: ReadGpus = read_gpus,
 ) -> Iterator[Finding]:
-    """All findings, in the order of the report. `probe`: also measure the path; `gpus_of` reads the devices."""
+    """All findings, in the order of the report. `probe`: also measure the path; `role`: what runs on this host, "feeders", "drafters", "both", or
+    "auto", which asks the feeders' addresses; `gpus_of` reads the devices.
+    """
     gpus = list(gpus_of())
     if config is None:
         yield from check_versions(False, 1)
@@ -46,15 +52,18 @@ def examine(
         yield check_directory("disk", Path.cwd(), _LITTLE, "a run")
         yield check_clock(Path.cwd())
         return
+    feeds, trains = (role != "drafters", role != "feeders") if role != "auto" else roles_here(config.feeder_endpoints())
+    does = " and ".join(what for what, here in (("feeds", feeds), ("trains", trains)) if here)
+    yield green("this host", f"{does}" + ("" if role != "auto" else ", as feed.endpoints say (--role says otherwise)"))
     on_gpu = config.train.device == "cuda" or (config.train.device == "auto" and bool(gpus))
     named = (config.train.device, config.target.device, *config.feed.devices)
-    ranks = config.gpus or config.train.drafters
+    ranks = (config.gpus or config.train.drafters) if trains else 0
     yield from check_versions(any(device.startswith("cuda") for device in named), ranks)
     yield from check_gpus(gpus, _architectures())
-    plans = _plans(config, on_gpu, gpus)
-    yield from check_limits(_needs(config, on_gpu, plans))
+    plans = _plans(config, on_gpu, gpus, feeds, trains)
+    yield from check_limits(_needs(config, on_gpu, ranks, plans))
     yield check_rendezvous()
-    yield from _check_files(config, plans)
+    yield from _check_files(config, plans, feeds, trains)
     if isinstance(plans, Finding):
         yield plans
     else:
@@ -67,7 +76,7 @@ def examine(
         yield from check_bandwidth(plans, rate, _paths(config, asked))
 
 
-def _plans(config: RunConfig, on_gpu: bool, gpus: Sequence[Gpu]) -> Plans | Finding:
+def _plans(config: RunConfig, on_gpu: bool, gpus: Sequence[Gpu], feeds: bool, trains: bool) -> Plans | Finding:
     """Sizes, or why they can't be known."""
     dtype = config.target.dtype
     if dtype == "auto":
@@ -86,25 +95,25 @@ def _plans(config: RunConfig, on_gpu: bool, gpus: Sequence[Gpu]) -> Plans | Find
         return of_error("target", error)
     except DflashError as error:
         return of_error("drafter", error)
-    return Plans(config, size, on_gpu)
+    return Plans(config, size, on_gpu, feeds, trains)
 
 
-def _needs(config: RunConfig, on_gpu: bool, plans: Plans | Finding) -> Needs:
+def _needs(config: RunConfig, on_gpu: bool, ranks: int, plans: Plans | Finding) -> Needs:
     feeders = len(config.feeder_endpoints()) if config.gpus is None else config.gpus
-    drafters = config.gpus or config.train.drafters
     window = int(config.stream.window_mib * 2**20)
     ring = window if isinstance(plans, Finding) else max(1, window // plans.row_bytes()) * plans.row_bytes()
-    return Needs(feeders + drafters, drafters if on_gpu else 0, ring, window if on_gpu else 0)
+    return Needs(feeders + ranks, ranks if on_gpu else 0, ring, window if on_gpu else 0)
 
 
-def _check_files(config: RunConfig, plans: Plans | Finding) -> Iterator[Finding]:
+def _check_files(config: RunConfig, plans: Plans | Finding, feeds: bool, trains: bool) -> Iterator[Finding]:
     needed, why = _LITTLE, "a run"
-    if not isinstance(plans, Finding):
+    if trains and not isinstance(plans, Finding):
         checkpoints = config.train.keep_checkpoints + 1  # the next one is written before the oldest goes
         needed = 12 * plans.shape.parameter_count() * checkpoints
         why = f"{checkpoints} checkpoints of 12 bytes per parameter"
     yield check_directory("disk, run_dir", config.run_dir, needed, why)
-    yield _check_data(config)
+    if feeds:
+        yield _check_data(config)
     yield check_clock(config.run_dir)
     if config.stream.keys is not None:
         yield from check_keys(config.stream.keys)
@@ -116,9 +125,7 @@ def _check_data(config: RunConfig) -> Finding:
         room = check_directory("disk, data", config.data.path, 0, "")
         if room.level == "red":
             return room
-        return yellow(
-            "data", f"nothing is prepared at {config.data.path}", "dflash-mp prepare makes it (feeders' hosts only)"
-        )
+        return yellow("data", f"nothing is prepared at {config.data.path}", "dflash-mp prepare makes it")
     try:
         dataset = open_dataset(config)
     except DflashError as error:
@@ -142,14 +149,10 @@ def _paths(config: RunConfig, asked: Sequence[Asked]) -> dict[str, float]:
         if one.answer.bytes_per_second is not None:
             paths[f"the path to {one.endpoint}"] = one.answer.bytes_per_second
     for kind in ("ipc", "tcp"):
-        here = [e for e in config.feeder_endpoints() if (ipc_path(e) is not None) == (kind == "ipc") and _is_here(e)]
+        here = [e for e in config.feeder_endpoints() if (ipc_path(e) is not None) == (kind == "ipc") and is_loopback(e)]
         if here:
             paths["ipc on this machine" if kind == "ipc" else "tcp on this machine, without keys"] = probe_stream(kind)
     return paths
-
-
-def _is_here(endpoint: str) -> bool:
-    return ipc_path(endpoint) is not None or any(name in endpoint for name in ("//127.", "//localhost", "//[::1]"))
 
 
 def _architectures() -> list[str]:

@@ -105,6 +105,22 @@ def _check_welcome(config: RunConfig, endpoint: str, answer: Answer, welcome: We
     return findings
 
 
+def roles_here(endpoints: list[str]) -> tuple[bool, bool]:
+    """Whether feeders, and whether drafters run on this host, as their addresses tell: where none is of this host, only drafters; where one is that other
+    hosts reach, only feeders; else both.
+    """
+    elsewhere = [_state(endpoint) == "elsewhere" for endpoint in endpoints]
+    if all(elsewhere):
+        return False, True
+    others_reach = any(not is_loopback(endpoint) for endpoint in endpoints)
+    return True, not others_reach
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether only this host reaches it."""
+    return ipc_path(endpoint) is not None or any(name in endpoint for name in ("//127.", "//localhost", "//[::1]"))
+
+
 def _together(asked: list[Asked]) -> list[Asked]:
     """Whether the feeders that answered serve the same rows."""
     welcomes = [(one.endpoint, one.answer.welcome) for one in asked if one.answer.welcome is not None]

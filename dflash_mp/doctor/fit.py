@@ -28,6 +28,8 @@ class Plans:
     config: RunConfig
     size: TargetSize
     on_gpu: bool  # the drafters
+    feeds: bool = True  # feeders run on this host
+    trains: bool = True  # drafters do
 
     @property
     def shape(self) -> DrafterShape:
@@ -35,10 +37,12 @@ class Plans:
 
     @property
     def drafters(self) -> int:
+        """On this host, at most."""
         return self.config.train.drafters if self.config.gpus is None else self.config.gpus - 1
 
     @property
     def feeders(self) -> int:
+        """Of the run, at most."""
         return len(self.config.feeder_endpoints()) if self.config.gpus is None else self.config.gpus - 1
 
     def row_bytes(self, row_tokens: int | None = None) -> int:
@@ -73,16 +77,14 @@ def check_fit(plans: Plans, gpus: Sequence[Gpu]) -> list[Finding]:
     )
     findings = [green("target", target)]
     placed = _placement(plans, gpus)
-    for index in sorted(placed):
-        findings.append(_gpu(index, placed[index], gpus))
-    if not placed:
-        findings.append(
-            green("drafter", f"{gib(plans.drafter().nbytes)} of host memory at the peak", plans.drafter().lines())
-        )
-        findings.append(
-            green("feeder", f"{gib(plans.feeder().nbytes)} of host memory at the peak", plans.feeder().lines())
-        )
-    return [*findings, _host(plans, gpus), _window(config, plans.row_bytes()), *_largest_row(plans, placed, gpus)]
+    findings += _alike([(index, _gpu(index, placed[index], gpus)) for index in sorted(placed)])
+    for name, here, memory in (("drafter", plans.trains, plans.drafter()), ("feeder", plans.feeds, plans.feeder())):
+        if here and not placed:
+            findings.append(green(name, f"{gib(memory.nbytes)} of host memory at the peak", memory.lines()))
+    findings.append(_host(plans, gpus))
+    if plans.trains:
+        findings.append(_window(config, plans.row_bytes()))
+    return [*findings, *_largest_row(plans, placed, gpus)]
 
 
 def largest_row(plans: Plans, memory_of: str, budget: int) -> int:
@@ -99,11 +101,11 @@ def _placement(plans: Plans, gpus: Sequence[Gpu]) -> dict[int, list[tuple[str, M
     """Who is on which GPU."""
     placed: dict[int, list[tuple[str, Memory]]] = {}
     config = plans.config
-    if plans.on_gpu:
+    if plans.on_gpu and plans.trains:
         for rank in range(1 if config.gpus is not None else config.train.drafters):
             placed.setdefault(rank, []).append((f"drafter {rank}", plans.drafter()))
     devices = config.feed.devices or [config.target.device] * (1 if config.gpus is not None else plans.feeders)
-    for number, device in enumerate(devices):
+    for number, device in enumerate(devices if plans.feeds else ()):
         kind, _, index = ("cuda" if device == "auto" and gpus else device).partition(":")
         if kind == "cuda":
             where = 1 if config.gpus is not None else int(index or 0)
@@ -111,9 +113,17 @@ def _placement(plans: Plans, gpus: Sequence[Gpu]) -> dict[int, list[tuple[str, M
     return placed
 
 
+def _alike(found: list[tuple[int, Finding]]) -> list[Finding]:
+    """One line for all GPUs of which the same is to be said."""
+    indices: dict[Finding, list[int]] = {}
+    for index, finding in found:
+        indices.setdefault(finding, []).append(index)
+    return [replace(finding, about=f"memory, cuda:{', '.join(map(str, which))}") for finding, which in indices.items()]
+
+
 def _gpu(index: int, parts: list[tuple[str, Memory]], gpus: Sequence[Gpu]) -> Finding:
-    who = " and ".join(name for name, _ in parts)
-    about, needed = f"memory, cuda:{index}", sum(_needs(memory) for _, memory in parts)
+    who = " and ".join(f"a {name.split()[0]}" for name, _ in parts)
+    about, needed = "memory", sum(_needs(memory) for _, memory in parts)
     gpu = next((gpu for gpu in gpus if gpu.index == index), None)
     details = tuple(line for _, memory in parts for line in memory.lines())
     details += (f"{gib(_CONTEXT):>10}  for each process: CUDA, NCCL, and {_FRAGMENTATION - 1:.0%} for fragmentation",)
@@ -155,16 +165,30 @@ def _host(plans: Plans, gpus: Sequence[Gpu]) -> Finding:
     frozen = plans.drafter().resident[-2].nbytes
     rank_load = 4 * p + frozen if plans.on_gpu else plans.drafter().nbytes
     window = int(config.stream.window_mib * 2**20)
-    needed = int(plans.feeders * (feeder_load + one_feeder) + plans.drafters * (rank_load + window))
-    if config.gpus is not None:
-        needed = int(max(plans.feeders * (feeder_load + one_feeder), plans.drafters * (rank_load + window)))
-    details = (
-        f"{gib(feeder_load + one_feeder):>10}  for each of {plans.feeders} feeders: the target as it is loaded, and slots for rows",
-        f"{gib(rank_load + window):>10}  for each of {plans.drafters} drafters: weights as they are made, embedding, head and window",
+    of_feeders = int(plans.feeders * (feeder_load + one_feeder)) if plans.feeds else 0
+    of_drafters = int(plans.drafters * (rank_load + window)) if plans.trains else 0
+    needed = of_feeders + of_drafters if config.gpus is None else max(of_feeders, of_drafters)
+    details = tuple(
+        f"{gib(nbytes):>10}  for each of {count} {name}"
+        for here, nbytes, count, name in (
+            (
+                plans.feeds,
+                feeder_load + one_feeder,
+                plans.feeders,
+                "feeders: the target as it is loaded, and slots for rows",
+            ),
+            (
+                plans.trains,
+                rank_load + window,
+                plans.drafters,
+                "drafters: weights as they are made, embedding, head, window",
+            ),
+        )
+        if here
     )
     limits = left()
     who, available = min(limits, key=lambda limit: limit[1]) if limits else ("the machine", needed)
-    text = f"{gib(needed)} at the start if all parts run on this host; {who} has {gib(available)} left"
+    text = f"{gib(needed)} at the start; {who} has {gib(available)} left"
     if needed > available:
         return replace(
             yellow(

@@ -154,6 +154,33 @@ def test_a_gpu_too_small_for_the_configuration(tmp_path: Path) -> None:
     assert levels == ["green", "green"]
 
 
+def test_what_runs_on_a_host_follows_from_the_feeders_addresses(tmp_path: Path) -> None:
+    """On the drafters' host the feeder's GPU counts for nothing, and the other way round."""
+    config = large_run(tmp_path).model_copy(update={"run_dir": tmp_path / "run"})
+    both = {"memory, cuda:0", "memory, cuda:1"}
+    for endpoint, role, said, counted in (
+        ("ipc:///tmp/nobody.sock", "auto", "feeds and trains", both),
+        ("tcp://192.0.2.1:5555", "auto", "trains", {"memory, cuda:0"}),
+        ("tcp://192.0.2.1:5555", "both", "feeds and trains", both),
+        ("tcp://0.0.0.0:0", "auto", "feeds", {"memory, cuda:1"}),
+    ):
+        feed = config.feed.model_copy(update={"endpoints": [endpoint], "insecure_no_auth": True})
+        plan = config.model_copy(update={"feed": feed})
+        found = []
+        for finding in examine(plan, probe=False, role=role, gpus_of=lambda: gpus_of(80, 2)):
+            found.append(finding)
+            if finding.about.startswith("host memory of"):
+                break  # what follows asks the addresses
+        assert about(found, "this host")[0].found.startswith(said)
+        assert {finding.about for finding in about(found, "memory, cuda")} == counted
+
+
+def test_gpus_of_which_the_same_is_to_be_said_share_a_line(tmp_path: Path) -> None:
+    config = large_run(tmp_path, feed={"count": 2, "devices": ["cuda:2", "cuda:3"]}, train={"drafters": 2})
+    found = check_fit(Plans(config, read_target_size(config.target, "bfloat16"), True), gpus_of(80, 4))
+    assert [finding.about for finding in about(found, "memory, cuda")] == ["memory, cuda:0, 1", "memory, cuda:2, 3"]
+
+
 def test_a_gpu_that_others_use_and_a_feeder_on_a_drafters_gpu(tmp_path: Path) -> None:
     config = large_run(tmp_path)
     size = read_target_size(config.target, "bfloat16")
