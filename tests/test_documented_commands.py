@@ -50,7 +50,10 @@ NOT_RUN = (
         r"^(vllm|python -m sglang)",
         "a server that needs a GPU and a package of its own; tests/decode/test_official_client.py loads an export",
     ),
-    (r"^(pip|git|python3 -m venv|pre-commit install)", "changes the environment; launchers/test.sh installs the package"),
+    (
+        r"^(pip|git|python3 -m venv|pre-commit install)",
+        "changes the environment; launchers/test.sh installs the package",
+    ),
     (r"^(scp|ssh) ", "copies between hosts"),
     (r"^(docker|kubectl|helm|sbatch|srun|squeue|scancel) ", "needs a container engine, a cluster or a batch system"),
     (r"launchers/(quickstart|test)\.sh", "minutes long: the two commands of README.md, run from a clean clone"),
@@ -74,7 +77,8 @@ NOT_RUN = (
         r"^dflash-mp bench",
         "minutes, or a GPU; tests/test_bench_*.py, tests/stream and tests/integration/test_chaos.py run it small",
     ),
-    (r"--profile|--log-format", "tests/integration/test_logs_and_profile.py runs it"),
+    (r"_DFLASH_MP_COMPLETE", "for a shell's start-up file; tests/test_cli.py asks for each script"),
+    (r"--profile|--log-format| -q\b", "tests/integration/test_logs_and_profile.py runs it"),
 )
 
 
