@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervisor": {"errors", "process", "logs"},
     "data": _BASE,
     "stream": {*_BASE, "data"},
-    "monitor": {*_BASE, "data", "stream", "options"},
+    "monitor": {*_BASE, "data", "stream"},
     "target": {*_BASE, "data", "stream", "monitor"},
     "drafter": {*_BASE, "split", "data", "stream", "monitor", "options", "profiling"},
     "decode": {*_BASE, "data", "stream", "target", "drafter", "export"},

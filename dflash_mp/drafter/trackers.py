@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import textwrap
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from dflash_mp.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _KEPT = 1000
+_REASON = 240  # characters
 _RETRY_SECONDS = 60.0
 _OPEN_SECONDS = 15  # for one attempt to reach a service
 _CLOSE_SECONDS = 10.0
@@ -105,7 +107,7 @@ class RemoteTracker:
     def _complain(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            reason = what.splitlines()[0][:300]
+            reason = textwrap.shorten(what, _REASON, placeholder=" …")
             log.warning(
                 "%s %s; training goes on, metrics.jsonl has all figures, and what was not sent is tried again every %.0f s",
                 self._service.name,
@@ -156,8 +158,8 @@ class MlflowService:
         self._run_id = ""
 
     def open(self) -> str:
-        # Its own default is to try for half an hour. They are read when a request is made.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        # Its own default is to try, and to say so, for half an hour. They are read when a request is made.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_OPEN_SECONDS))
         from mlflow import MlflowClient
 

@@ -103,7 +103,7 @@ def test_mlflow_gets_every_figure_and_a_resumed_training_goes_on_in_the_same_run
 @needs_mlflow
 def test_mlflow_that_is_down_is_one_warning_and_training_goes_on(tmp_path: Path) -> None:
     output, _ = report("mlflow", tmp_path / "run", {"MLFLOW_TRACKING_URI": unreachable()}, "wait")
-    assert output.count("MLflow cannot be used") == 1, output
+    assert output.count("MLflow cannot be used") == output.count("warning:") == 1, output
     assert float(output.split("held up")[1].split()[0]) < 5
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [0, 1]
 
@@ -122,7 +122,7 @@ def test_wandb_gets_every_figure(tmp_path: Path) -> None:
 def test_wandb_that_is_down_is_one_warning_and_training_goes_on_and_ends(tmp_path: Path) -> None:
     environment = {"WANDB_BASE_URL": unreachable(), "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
     output, seconds = report("wandb", tmp_path / "run", environment)
-    assert output.count("Weights & Biases did not take") + output.count("Weights & Biases cannot be used") == 1, output
+    assert output.count("warning: Weights & Biases") == output.count("warning:") == 1, output
     assert float(output.split("held up")[1].split()[0]) < 5
     assert seconds < WAIT
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [0, 1]
