@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from hosts import enter_namespace
 
 from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_row, synthetic_weights
 from dflash_mp.data.row import RowKey
@@ -41,6 +42,7 @@ class Behaviour:
     run: str = RUN
     keys: Path | None = None
     log: Path | None = None
+    host: Path | None = None  # the network namespace that it runs in
 
 
 class FeederProcess:
@@ -107,6 +109,8 @@ def until(condition: object, seconds: float = 10.0) -> None:
 
 
 def _main(pipe: Connection, endpoint: str, plan: StreamPlan, behaviour: Behaviour) -> None:
+    if behaviour.host is not None:
+        enter_namespace(behaviour.host)
     torch.set_num_threads(1)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -9,6 +9,7 @@
             wire.shape(delay=0.05, loss=0.01)                          # seconds each way; share of lost frames, seeded
             wire.cut(feeder, trainer); …; wire.mend()                  # a partition, and its end
             feeder.move("10.77.0.9")                                   # the host's address changes (IPv4; old connections go dead)
+            trainer.knows("feeder", feeder.address)                    # its /etc/hosts; say so before the first popen
 
 A host has its own interfaces, addresses, ports, and loopback; files and processes are shared. `popen` and `run` take what `subprocess.Popen` and
 `subprocess.run` take; what they start belongs to the caller (kill it before the end). `entered` puts the calling thread, and the
@@ -35,6 +36,7 @@ from typing import Any
 import pytest
 
 _NAMESPACES = Path("/run/netns")
+_NAMES = Path("/etc/netns")  # `ip netns exec` lays what is there over /etc
 _PREFIX = "dflash-test"
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
@@ -46,6 +48,7 @@ class Host:
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
         self.namespace = f"{_PREFIX}-{os.getpid()}-{name}"
+        self.path = _NAMESPACES / self.namespace
         self.address = f"10.77.0.{number + 1}"
         self.address6 = f"fd77::{number + 1}"
 
@@ -65,9 +68,21 @@ class Host:
         self.run(["ip", "address", "add", f"{address}/16", "dev", "eth0"])
         self.address = address
 
+    def move6(self, address: str) -> None:
+        """Give the host another IPv6 address in place of its own."""
+        self.run(["ip", "-6", "address", "del", f"{self.address6}/64", "dev", "eth0"])
+        self.run(["ip", "-6", "address", "add", f"{address}/64", "dev", "eth0", "nodad"])
+        self.address6 = address
+
+    def knows(self, name: str, address: str) -> None:
+        """Have `name` mean `address` to what `popen` and `run` start here, from now on also if it runs already."""
+        file = _NAMES / self.namespace / "hosts"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"127.0.0.1 localhost\n{address} {name}\n", encoding="utf-8")
+
     def enter(self) -> None:
         """Put the calling thread on this host, for good."""
-        _set_namespace(_NAMESPACES / self.namespace)
+        enter_namespace(self.path)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -77,7 +92,7 @@ class Host:
         try:
             yield
         finally:
-            _set_namespace(Path(f"/proc/self/fd/{back}"))
+            enter_namespace(Path(f"/proc/self/fd/{back}"))
             os.close(back)
 
 
@@ -142,7 +157,7 @@ def network(*names: str) -> Iterator[tuple[Any, ...]]:
             wire.close()
     finally:
         for host in hosts:
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+            _remove(host.namespace)
 
 
 def unavailable() -> str | None:
@@ -185,8 +200,8 @@ def _ip(*arguments: str) -> None:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-def _set_namespace(path: Path) -> None:
-    """`os.setns` of Python 3.12."""
+def enter_namespace(path: Path) -> None:
+    """Put the calling thread there (`os.setns` of Python 3.12)."""
     namespace = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
@@ -200,4 +215,9 @@ def _remove_stale() -> None:
     for path in _NAMESPACES.glob(f"{_PREFIX}-*"):
         pid = path.name[len(_PREFIX) + 1 :].partition("-")[0]
         if not Path(f"/proc/{pid}").exists():
-            subprocess.run(["ip", "netns", "del", path.name], capture_output=True, check=False)
+            _remove(path.name)
+
+
+def _remove(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+    shutil.rmtree(_NAMES / namespace, ignore_errors=True)
