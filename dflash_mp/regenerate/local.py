@@ -140,8 +140,11 @@ class _Reader:
     def answers(self, texts: list[Text]) -> list[str]:
         """The answers as text, without the token that ended them."""
         ids = [text.tokens[:-1] if text.stopped else text.tokens for text in texts]
-        decoded = self._tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return [self._opening + text for text in decoded]
+        # One by one: what `batch_decode` gives for no text at all differs between versions of transformers.
+        return [self._opening + self._decode(tokens) for tokens in ids]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _render(self, conversation: Conversation, messages: list[Message]) -> str:
         try:
