@@ -12,6 +12,7 @@ from dflash_mp import logs
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.doctor import doctor
+from dflash_mp.commands.proofs import fuzz
 from dflash_mp.commands.health import health, trained
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
@@ -87,6 +88,7 @@ for _command in (
     trained,
 ):
     main.add_command(_command)
+bench.add_command(fuzz)
 
 
 if __name__ == "__main__":
