@@ -24,13 +24,17 @@ _HELD_OUT_SEED = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`b` rows on the device: `features` [b, T, K·H], `positions` and `documents` int32 [b, T], and their blocks."""
+    """`b` rows on the device: `features` [b, T, K·H], `positions` and `documents` int32 [b, T], and their blocks.
+
+    `last_hidden` [b, T, H] when the stream carries it.
+    """
 
     features: torch.Tensor
     positions: torch.Tensor
     documents: torch.Tensor
     blocks: Blocks
     tokens: int
+    last_hidden: torch.Tensor | None = None
 
 
 class BatchLoader:
@@ -74,10 +78,12 @@ class BatchLoader:
             pin=self._copies is not None,
         )
         if self._copies is None:
-            features, positions, documents = _stack(rows)
+            stacked = _stack(rows)
         else:
-            features, positions, documents, blocks = self._copy(buffers, blocks, self._copies)
-        return MicroBatch(features, positions, documents, blocks, len(self._held) * self._layout.row_tokens)
+            stacked, blocks = self._copy(buffers, blocks, self._copies)
+        features, positions, documents, last = stacked
+        tokens = len(self._held) * self._layout.row_tokens
+        return MicroBatch(features, positions, documents, blocks, tokens, last)
 
     def release(self) -> None:
         """Give back the memory of the batch before; on a CPU its tensors must not be used any more."""
@@ -90,27 +96,35 @@ class BatchLoader:
 
     def _copy(
         self, buffers: Sequence[torch.Tensor], blocks: Blocks, stream: torch.cuda.Stream
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Blocks]:
+    ) -> tuple[_Stacked, Blocks]:
         main = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream):
             on_device = torch.empty((len(buffers), self._layout.nbytes), dtype=torch.uint8, device=self._device)
             for row, buffer in zip(on_device, buffers, strict=True):
                 row.copy_(buffer, non_blocking=True)
             blocks = blocks.to(self._device)
-            features, positions, documents = _stack([self._layout.views(row) for row in on_device])
+            stacked = _stack([self._layout.views(row) for row in on_device])
             self._copied = torch.cuda.Event()
             self._copied.record(stream)
         main.wait_event(self._copied)
-        for tensor in (on_device, features, positions, documents, blocks.packed):
-            tensor.record_stream(main)
-        return features, positions, documents, blocks
+        for tensor in (on_device, *stacked, blocks.packed):
+            if tensor is not None:
+                tensor.record_stream(main)
+        return stacked, blocks
 
 
-def _stack(rows: Sequence[RowTensors]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features, positions and documents with a batch dimension; a single row is not copied."""
-    parts = [(row.features, row.position_ids, row.document_ids) for row in rows]
-    if len(parts) == 1:
-        features, positions, documents = parts[0]
-        return features[None], positions[None], documents[None]
-    columns = [torch.stack(column) for column in zip(*parts, strict=True)]
-    return columns[0], columns[1], columns[2]
+_Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+
+
+def _stack(rows: Sequence[RowTensors]) -> _Stacked:
+    """Features, positions, documents and last hidden states with a batch dimension; a single row is not copied."""
+    features, positions, documents = (
+        _batched(column)
+        for column in zip(*((row.features, row.position_ids, row.document_ids) for row in rows), strict=True)
+    )
+    last = [row.last_hidden for row in rows if row.last_hidden is not None]
+    return features, positions, documents, _batched(last) if last else None
+
+
+def _batched(column: Sequence[torch.Tensor]) -> torch.Tensor:
+    return column[0][None] if len(column) == 1 else torch.stack(list(column))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from dflash_mp.drafter import attention
 from dflash_mp.drafter.batch import MicroBatch
 from dflash_mp.drafter.loss import BlockLoss, block_loss, slot_weights
 from dflash_mp.drafter.model import embed
+from dflash_mp.drafter.position_loss import FrozenHead, distillation_loss, dpace_loss, teacher_states
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import ConfigError
 
@@ -29,6 +31,8 @@ class Objective:
     build_mask: MaskBuilder
     slot_weights: torch.Tensor  # float32 [B]
     compiled: bool  # fuse what lies between the head's two products
+    kind: Literal["decay", "dpace", "distill"] = "decay"
+    dpace_alpha: float = 0.5
 
     @staticmethod
     def of(
@@ -49,14 +53,21 @@ class Objective:
             mask_builder(options, device),
             slot_weights(shape.block_size, options.loss_gamma, device),
             compiles(options, device),
+            options.objective,
+            options.dpace_alpha,
         )
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> BlockLoss:
-        """The loss sums of a micro-batch under `model` (the drafter, plain or wrapped)."""
+        """The loss sums of a micro-batch under `model` (the drafter, plain or wrapped).
+
+        `weight` is what the gradients are divided by: Σ slot weights, or for D-PACE, whose weights move, the number of blocks.
+        """
         blocks = batch.blocks
         noise = embed(blocks.input_ids.flatten(1), self.embedding, self.shape.embedding_scale)
         mask = self.build_mask(blocks.layout(batch.documents))
         hidden = model(batch.features, noise, batch.positions, blocks.positions.flatten(1), mask)
+        if self.kind != "decay":
+            return self._position_loss(hidden, batch)
         return block_loss(
             hidden,
             self.head,
@@ -66,6 +77,19 @@ class Objective:
             logit_softcap=self.shape.logit_softcap,
             compiled=self.compiled,
         )
+
+    def _position_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> BlockLoss:
+        blocks = batch.blocks
+        head = FrozenHead(self.head, self.shape.logit_scale, self.shape.logit_softcap, self.compiled)
+        if self.kind == "dpace":
+            return dpace_loss(hidden, head, blocks.labels, blocks.scored, self.dpace_alpha)
+        if batch.last_hidden is None:
+            raise ConfigError(
+                "train.objective distill needs the target's last hidden state, which the feeders don't send",
+                "start the feeders with the same train.objective",
+            )
+        teacher = teacher_states(batch.last_hidden, blocks.anchors, self.shape.block_size)
+        return distillation_loss(hidden, head, blocks.labels, blocks.scored * self.slot_weights, teacher)
 
 
 def compiles(options: TrainConfig, device: torch.device) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from dflash_mp.stream.codec import LATER, plain
 
 DTYPES = ("float32", "bfloat16", "float16")  # of features, embedding and head
 
@@ -57,6 +59,7 @@ class TargetInfo:
     embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size)
     logit_softcap: float | None = None  # Gemma: tanh(logits / cap) · cap
     logit_scale: float = 1.0  # Granite, Cohere: logits · scale
+    last_hidden: bool = field(default=False, metadata=LATER)  # rows carry the last hidden state, too
 
     @property
     def feature_width(self) -> int:
@@ -88,4 +91,4 @@ def _flat(plan: StreamPlan) -> dict[str, Any]:
 
 
 def _fingerprint(facts: DataPlan | TargetInfo | StreamPlan) -> str:
-    return hashlib.sha256(json.dumps(asdict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(plain(facts), sort_keys=True).encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+from dataclasses import replace
 from types import FrameType
 
 import torch
@@ -51,7 +52,7 @@ def feed(config: RunConfig, index: int) -> None:
     stop = _StopRequest()
     target = load_target(config.target)
     plan = make_plan(config, dataset, target)
-    capture = Capture(target)
+    capture = Capture(target, last_hidden=plan.target.last_hidden)
     capture.self_check(dataset.row("train", 0))
     with (
         FeederService(
@@ -106,7 +107,7 @@ def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> St
                 f"{dataset.path} was prepared with the {what} {prepared}, but that of the target {target.info.name} is {present}",
                 "run dflash-mp prepare --force with this target, or set target.path to the one that it was prepared for",
             )
-    return StreamPlan(data, target.info)
+    return StreamPlan(data, replace(target.info, last_hidden=config.train.objective == "distill"))
 
 
 def row_maker(dataset: PreparedDataset, capture: Capture, plan: StreamPlan) -> Compute:
@@ -115,7 +116,7 @@ def row_maker(dataset: PreparedDataset, capture: Capture, plan: StreamPlan) -> C
 
     def make(key: RowKey, buffer: torch.Tensor) -> None:
         row, views = dataset.run_row(key, plan.data.seed), layout.views(buffer)
-        capture.capture(row, views.features)
+        capture.capture(row, views.features, views.last_hidden)
         views.input_ids.copy_(torch.from_numpy(row.input_ids))
         views.position_ids.copy_(torch.from_numpy(row.position_ids))
         views.document_ids.copy_(torch.from_numpy(row.document_ids))
