@@ -79,6 +79,8 @@ def _check_gpus(config: RunConfig, gpus: int) -> bool:
     """Whether the split is one of GPUs; otherwise, as said in the configuration, one of processes on the CPU."""
     if config.target.device == "cpu" and config.train.device == "cpu":
         return False
+    if config.train.device == "cpu":
+        raise ConfigError("gpus is set, but train.device is cpu", "set it to auto, or target.device to cpu, too")
     if config.target.device not in ("auto", "cuda"):
         raise ConfigError(
             f"gpus leaves the devices to `run`, but target.device is {config.target.device}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dflash_mp.config import RunConfig
@@ -19,6 +20,7 @@ from dflash_mp.stream.messages import Welcome
 from dflash_mp.stream.software import differences, own_software, torch_mismatch
 
 _STREAM = StreamError.exit_code
+_AT_ONCE = 16
 _SAME = "install the same versions on all hosts (pip freeze on one, pip install -r on the others)"
 
 
@@ -32,15 +34,15 @@ class Asked:
 
 
 def check_feeders(config: RunConfig, seconds: float, transfer_seconds: float) -> list[Asked]:
-    """Ask every feeder of the run; the drafter's keys of this host are shown where there are some."""
-    keys, found = None, list[Asked]()
+    """Ask all feeders of the run at the same time; the drafter's keys of this host are shown where there are some."""
+    keys, endpoints = None, config.feeder_endpoints()
     if config.stream.keys is not None and (config.stream.keys / "drafter.secret").exists():
         try:
             keys = DrafterKeys.load(config.stream.keys)
         except StreamError:
             keys = None  # said by the check of the keys
-    for endpoint in config.feeder_endpoints():
-        found.append(_check_feeder(config, endpoint, keys, seconds, transfer_seconds))
+    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(endpoints))) as threads:
+        found = list(threads.map(lambda e: _check_feeder(config, e, keys, seconds, transfer_seconds), endpoints))
     return [*found, *_together(found)]
 
 

@@ -101,7 +101,7 @@ def train(
             save(trainer)
             saved = trainer.step
             if (advice := balance.advice(last or figures.stop)) is not None:
-                report.say(advice)
+                report.say(advice, "balance")
     if stopping:
         profile.close(trainer.step)
     return trainer.step == options.steps
