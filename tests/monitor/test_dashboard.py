@@ -6,36 +6,20 @@ import json
 import re
 import shutil
 import subprocess
-import time
-import urllib.error
-import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from observed_run import ObservedRun, free_ports
 from process_trees import SECONDS, eventually
+from prometheus_server import DASHBOARD, DOCKER, metrics_in, needs_prometheus, prometheus, queries
 
 from dflash_mp.config import MetricsConfig
 from dflash_mp.monitor.catalogue import BY_NAME, COMMON_LABELS, METRICS
 from dflash_mp.monitor.scrape import Scraper
 
-DOCKER = Path(__file__).parents[2] / "docker"
-DASHBOARD = DOCKER / "grafana" / "dashboards" / "dflash-mp.json"
-needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-
-
-def queries() -> list[tuple[str, str]]:
-    """(panel's title, expression) of every target in the dashboard."""
-    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    return [(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", ())]
-
-
-def metrics_in(expression: str) -> set[str]:
-    return set(re.findall(r"\bdflash_mp_\w+", expression))
 
 
 def test_every_metric_is_on_the_dashboard_and_every_query_asks_for_metrics_that_exist() -> None:
@@ -107,61 +91,11 @@ def test_the_ports_that_are_scraped_are_the_default_ones() -> None:
         assert 0 <= int(port) - first < 16, target
 
 
-class Prometheus:
-    """A real Prometheus that scrapes `endpoints` every second."""
-
-    def __init__(self, directory: Path, endpoints: list[str]) -> None:
-        tree = yaml.safe_load((DOCKER / "prometheus.yml").read_text(encoding="utf-8"))
-        tree["global"]["scrape_interval"] = "1s"
-        tree["scrape_configs"][0]["static_configs"] = [{"targets": endpoints}]
-        file = directory / "prometheus.yml"
-        file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        self._address = f"127.0.0.1:{free_ports(1)}"
-        command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={directory / 'tsdb'}"]
-        with (directory / "prometheus.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, f"--web.listen-address={self._address}"], stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def ask(self, expression: str) -> list[dict[str, Any]]:
-        """The result of an instant query; nothing while Prometheus starts."""
-        query = urllib.parse.urlencode({"query": expression})
-        try:
-            answer = urllib.request.urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=10).read()
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                pytest.fail(f"{expression}: {error.read().decode()}")
-            return []
-        except OSError:
-            return []
-        result: list[dict[str, Any]] = json.loads(answer)["data"]["result"]
-        return result
-
-
 @needs_prometheus
 def test_every_query_of_the_dashboard_returns_data_from_a_run(observed: ObservedRun, tmp_path: Path) -> None:
-    prometheus = Prometheus(tmp_path, observed.endpoints)
-    try:
-        asked = {
-            (title, expression): expression.replace("$__rate_interval", "20s").replace("$run", observed.run_dir.name)
-            for title, expression in queries()
-        }
-        left = dict(asked)
-
-        def all_have_data() -> bool:
-            for key, expression in list(left.items()):
-                if prometheus.ask(expression):
-                    del left[key]
-            return not left
-
-        deadline = time.monotonic() + SECONDS
-        while not all_have_data() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert left == {}
-        assert len(asked) >= 40
-        assert len(prometheus.ask('up{job="dflash-mp"} == 1')) == 4
-        runs = prometheus.ask("count by (run) (dflash_mp_build_info)")
+    with prometheus(tmp_path, f"127.0.0.1:{free_ports(1)}", observed.endpoints) as server:
+        assert len(queries()) >= 40
+        assert server.without_data(observed.run_dir.name, SECONDS) == []
+        assert len(server.ask('up{job="dflash-mp"} == 1')) == 4
+        runs = server.ask("count by (run) (dflash_mp_build_info)")
         assert [one["metric"]["run"] for one in runs] == [observed.run_dir.name]
-    finally:
-        prometheus.process.terminate()
-        prometheus.process.wait(SECONDS)
