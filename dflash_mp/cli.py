@@ -12,8 +12,8 @@ from dflash_mp import logs
 from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.doctor import doctor
-from dflash_mp.commands.proofs import fuzz
 from dflash_mp.commands.health import health, trained
+from dflash_mp.commands.proofs import fuzz
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
 from dflash_mp.commands.training import feed, keygen, prepare, run
