@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dflash_mp.options import Command
+from dflash_mp.options import Command, log_options, start_logs
+
+log = logging.getLogger(__name__)
 
 _EXAMPLES = (
     "dflash-mp regenerate --target demo/SmolLM2-135M-Instruct --prompts demo/codeio.jsonl --out answers.jsonl --batch 512",
@@ -16,6 +19,7 @@ _EXAMPLES = (
 
 
 @click.command(cls=Command, examples=_EXAMPLES)
+@log_options
 @click.option("--target", metavar="PATH", help="Hugging Face directory, hub id or .gguf file: generate here.")
 @click.option(
     "--server", metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000/v1: generate there."
@@ -108,6 +112,7 @@ def regenerate(**options: Any) -> None:
         cuda_graphs=options["cuda_graphs"],
         force=options["force"],
     )
-    outcome = answer(request, click.echo)
+    start_logs("regenerate")
+    outcome = answer(request, log.info)
     if outcome.reasons:
         click.echo(outcome.line())

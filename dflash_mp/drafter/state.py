@@ -7,12 +7,14 @@ target, shape or global batch is refused with the difference spelled out: going 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash_mp import __version__
+from dflash_mp import __version__, logs
 from dflash_mp.config import RunConfig, TrainConfig
 from dflash_mp.drafter import checkpoint
 from dflash_mp.drafter.batch import BatchLoader
@@ -28,6 +30,8 @@ from dflash_mp.errors import CheckpointError
 from dflash_mp.stream.codec import ProtocolError, plain, reader
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
+
+log = logging.getLogger(__name__)
 
 _FRESH_START = "use another run_dir to start afresh, or restore the configuration that this run began with"
 
@@ -95,11 +99,15 @@ def save(trainer: Trainer) -> None:
             "shape": json.loads(trainer.shape.to_json()),
             "config": trainer.config.model_dump(mode="json"),
         }
-        checkpoint.save(
+        started = time.monotonic()
+        directory = checkpoint.save(
             trainer.config.run_dir,
             Checkpoint(trainer.step, weights, moments, state),
             trainer.config.train.keep_checkpoints,
         )
+        seconds = time.monotonic() - started
+        saved = logs.facts("checkpoint", step=trainer.step, seconds=seconds, directory=str(directory))
+        log.info("checkpoint of step %d written in %.1f s", trainer.step, seconds, extra=saved)
     trainer.world.barrier()
 
 
