@@ -1,9 +1,9 @@
 """`dflash-mp bench stream`: rows from a feeder process to a drafter process, against what the machine can do.
 
-The same rows go five ways, in turn, several times: as plain copies within one process, through raw Unix and TCP sockets into preallocated
-buffers, and through the real feeder and client over ipc:// and tcp://127.0.0.1. Medians are compared. CPU seconds per GB, of both
-processes, say more than GB/s on a machine that has other work. Before anything is measured, rows received are compared with what
-was sent. Takes about a minute.
+The same rows go several ways, in turn, several times: copied once into memory that two processes share, through raw Unix and TCP sockets into
+preallocated buffers, and through the real feeder and client: by the shared-memory lane, with and without checksums, and by the in-band
+lane over ipc:// and tcp://127.0.0.1. The checksum alone is measured, too. Medians are compared. CPU seconds per GB, of both processes, say
+more than GB/s on a machine that has other work. Before anything is measured, rows received are compared with what was sent. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import xxhash
 
 from dflash_mp.bench.stream_source import cpu_seconds, pool_row, pool_rows
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
@@ -30,15 +31,36 @@ from dflash_mp.config import StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError
 from dflash_mp.stream.client import RowClient
+from dflash_mp.stream.handshake import SHARED_MEMORY
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.slots import make_slots
 
 _TOKENS = 1024
 _SLOTS = 6
-_RAW = {"ipc": "raw Unix socket", "tcp": "raw TCP socket"}
-_STREAM = {"ipc": "stream over ipc://", "tcp": "stream over tcp://"}
-_COPY = "plain copy"
+_COPY = "one copy"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How rows of the real stream go: `copies` of a row in user space after the target has written it; `raw` is what it's compared with."""
+
+    name: str
+    transport: str
+    raw: str | None
+    copies: int
+    shared_memory: bool
+    checksums: bool
+
+
+WAYS = [
+    Way("shared memory", "ipc", None, 0, True, False),
+    Way("shared memory, summed", "ipc", None, 0, True, True),
+    Way("in-band, ipc://", "ipc", "raw Unix socket", 1, False, True),
+    Way("in-band, tcp://", "tcp", "raw TCP socket", 1, False, True),
+]
+_RAW = {"raw Unix socket": "ipc", "raw TCP socket": "tcp"}
+_CHECKSUM = "a checksum alone"
 
 
 @dataclass
@@ -70,17 +92,19 @@ class StreamSpeed:
         repeats = len(self.samples[_COPY].cpu_per_gigabyte)
         lines = [
             f"{self.rows} rows of {self.row_bytes / 2**20:.1f} MiB, each way {repeats} times in turn; medians",
-            f"{'':20}  GB/s   CPU s/GB  of a plain copy  of the raw socket",
+            f"{'':22}  GB/s   CPU s/GB  of one copy  of its raw socket  copies  checksums",
         ]
         for name, sample in self.samples.items():
-            kind = next((kind for kind, stream in _STREAM.items() if stream == name), None)
-            share = "" if kind is None else f"{sample.speed / self.samples[_RAW[kind]].speed:.2f}"
+            way = next((way for way in WAYS if way.name == name), None)
+            share = "" if way is None or way.raw is None else f"{sample.speed / self.samples[way.raw].speed:.2f}"
+            about = "" if way is None else f"{way.copies:7}  {'both sides' if way.checksums else 'none':>10}"
             part = f"{sample.speed / self.samples[_COPY].speed:.2f}"
-            lines.append(f"{name:20}  {sample.speed:4.2f}   {sample.cpu:8.2f}  {part:>15}  {share:>17}")
+            lines.append(
+                f"{name:22}  {sample.speed:5.2f}  {sample.cpu:8.2f}  {part:>11}  {share:>17}  {about}".rstrip()
+            )
         lines.append(
-            "Copies of a row in user space: feeder 0 (sent from the slot that it was written to), drafter 1 (message → slot)."
+            "Copies in user space of a row that the target has written; one, in all ways, is the target's writing. A checksum is taken twice."
         )
-        lines.append("The stream also checksums each row on both sides; no other way does.")
         return lines
 
 
@@ -90,13 +114,17 @@ def bench_stream(row_mib: float = 16, rows: int = 24, repeats: int = 5) -> Strea
     plan = synthetic_plan(_TOKENS, hidden)
     nbytes = RowLayout.of(plan).nbytes
     with _Source(_TOKENS, hidden, nbytes) as source:
-        streams = {kind: _Stream(plan, endpoint) for kind, endpoint in source.endpoints.items()}
+        streams: list[_Stream] = []
         try:
-            ways: dict[str, Callable[[int], float]] = {_COPY: source.copy}
-            for kind, stream in streams.items():
-                stream.check(source.raws[kind])
-                ways[_RAW[kind]] = source.raws[kind].take
-                ways[_STREAM[kind]] = stream.take
+            ways: dict[str, Callable[[int], float]] = {_COPY: source.copy, _CHECKSUM: source.raws["ipc"].checksum}
+            for name, kind in _RAW.items():
+                source.raws[kind].check()
+                ways[name] = source.raws[kind].take
+            for rank, way in enumerate(WAYS):
+                stream = _Stream(plan, source.endpoints[way.transport], way, rank)
+                streams.append(stream)
+                stream.check()
+                ways[way.name] = stream.take
             samples = {name: Samples() for name in ways}
             for repeat in range(-1, repeats):  # the first is a warm-up
                 for name in random.Random(repeat).sample(list(ways), len(ways)):
@@ -107,33 +135,34 @@ def bench_stream(row_mib: float = 16, rows: int = 24, repeats: int = 5) -> Strea
                         samples[name].gigabytes_per_second.append(rows * nbytes / seconds / 1e9)
                         samples[name].cpu_per_gigabyte.append(cpu / (rows * nbytes / 1e9))
         finally:
-            for stream in streams.values():
+            for stream in streams:
                 stream.client.close()
     return StreamSpeed(nbytes, rows, samples)
-
-
-def probe_stream(kind: str, row_mib: float = 8, rows: int = 12) -> float:
-    """Bytes per second of rows from a feeder process to this one, by "ipc" or "tcp" (loopback): the better of two tries, a few seconds."""
-    hidden = max(32, int(row_mib * 2**20 / _TOKENS / 4) // 32 * 32)
-    plan = synthetic_plan(_TOKENS, hidden)
-    nbytes = RowLayout.of(plan).nbytes
-    with _Source(_TOKENS, hidden, nbytes) as source:
-        stream = _Stream(plan, source.endpoints[kind])
-        try:
-            stream.take(_SLOTS)
-            return rows * nbytes / min(stream.take(rows) for _ in range(2))
-        finally:
-            stream.client.close()
 
 
 class _Stream:
     """Rows through the real client."""
 
-    def __init__(self, plan: StreamPlan, endpoint: str) -> None:
+    def __init__(self, plan: StreamPlan, endpoint: str, way: Way, rank: int) -> None:
         self._nbytes = RowLayout.of(plan).nbytes
         window = StreamConfig(window_mib=_SLOTS * self._nbytes / 2**20, row_seconds=60)
-        self.client = RowClient([endpoint], synthetic_expectations(plan), stream=window)
+        self.client = RowClient(
+            [endpoint],
+            synthetic_expectations(plan),
+            rank=rank,
+            world=len(WAYS),
+            stream=window,
+            shared_memory=way.shared_memory,
+            checksums=way.checksums,
+        )
         self.client.connect()
+        lane = self.client.lanes[endpoint]
+        if (lane == SHARED_MEMORY) != way.shared_memory:
+            self.client.close()
+            raise DflashError(
+                f"rows of {self._nbytes / 2**20:.1f} MiB can't go by {way.name}: the lane is {lane}",
+                "see the reason in the log; measure smaller rows (--row-mib)",
+            )
         self._next = 0
 
     def take(self, rows: int) -> float:
@@ -143,12 +172,11 @@ class _Stream:
             self.client.take(key).release()
         return time.perf_counter() - start
 
-    def check(self, raw: _Raw) -> None:
-        """Compare a few rows of both ways with what they should be."""
+    def check(self) -> None:
+        """Compare a few rows with what they should be."""
         for key in self._schedule(3):
             with self.client.take(key) as row:
                 _compare(row.buffer, key.ordinal, self._nbytes, row.feeder)
-        raw.check()
 
     def _schedule(self, rows: int) -> list[RowKey]:
         keys = [RowKey("train", self._next + n) for n in range(rows)]
@@ -171,6 +199,12 @@ class _Raw:
             view, received = self._slots[number % _SLOTS].view, 0
             while received < self._nbytes:
                 received += self._connection.recv_into(view[received:])
+        return time.perf_counter() - start
+
+    def checksum(self, rows: int) -> float:
+        start = time.perf_counter()
+        for number in range(rows):
+            xxhash.xxh3_64_intdigest(self._slots[number % _SLOTS].view)
         return time.perf_counter() - start
 
     def check(self) -> None:

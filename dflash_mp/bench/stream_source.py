@@ -1,7 +1,7 @@
 """The sending side of `dflash-mp bench stream`, a process of its own: `python -m dflash_mp.bench.stream_source DIRECTORY TOKENS HIDDEN`.
 
 It holds a pool of random rows larger than any cache and serves them in every way that is compared: two real feeders (ipc, tcp), two raw
-sockets (Unix, TCP), and plain copies within the process. In all of them a row is first written, by one copy out of the pool, to the
+sockets (Unix, TCP), and copies into memory such as two processes share. In all of them a row is first written, by one copy out of the pool, to the
 buffer that it is sent from: that stands for the target writing its taps. Commands come as lines on standard input, answers go as
 JSON lines to standard output; it ends when standard input does.
 """
@@ -24,6 +24,7 @@ from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_weights
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.shared_memory import Ring
 
 Write = Callable[[int, torch.Tensor], None]
 Buffers = queue.SimpleQueue[torch.Tensor]
@@ -72,7 +73,8 @@ def main(directory: Path, tokens: int, hidden: int) -> None:
         threading.Thread(target=_serve_raw, args=(server, nbytes, write), daemon=True).start()
     ports = {"feeders": [service.endpoint for service in services], "tcp_port": tcp.getsockname()[1]}
     print(json.dumps(ports), flush=True)
-    buffers = torch.zeros(_BUFFERS, nbytes, dtype=torch.uint8)
+    ring = Ring(nbytes, _BUFFERS)
+    buffers = [slot.buffer for _ in range(_BUFFERS) if (slot := ring.take()) is not None]
     for line in sys.stdin:
         command, _, count = line.partition(" ")
         start = time.perf_counter()

@@ -24,6 +24,7 @@ from dflash_mp.stream.endpoints import allow_ipv6, ipc_path, set_drafter_options
 from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, lane_name
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.lane_request import LaneRequest, LaneWishes
+from dflash_mp.stream.message_memory import keep_message_memory
 from dflash_mp.stream.shared_memory import Loan, MappedRing
 from dflash_mp.stream.window import Request
 
@@ -112,6 +113,8 @@ class Link:
     def go_live(self, welcome: m.Welcome) -> None:
         if self.lane is not None and welcome.lane != INBAND:
             self.ring = self.lane.ring
+        else:
+            keep_message_memory()
         self.welcome, self.refusal, self.ever_live, self.hung_up = welcome, None, True, 0
         self._enter("live")
 

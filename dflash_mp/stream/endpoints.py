@@ -82,8 +82,9 @@ def ipc_path(endpoint: str) -> Path | None:
 
 
 def allow_ipv6(any_socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Before binding or connecting; only for IPv6 addresses, since it makes libzmq write IPv4 ones in IPv6 form."""
-    any_socket.ipv6 = "[" in endpoint
+    """Before binding or connecting; only for IPv6 addresses and names, since it makes libzmq write IPv4 ones in IPv6 form."""
+    host = endpoint.partition("://")[2].rpartition(":")[0]
+    any_socket.ipv6 = "[" in endpoint or (ipc_path(endpoint) is None and _is_name(host))
 
 
 def set_feeder_options(router: zmq.Socket[bytes]) -> None:
@@ -100,7 +101,7 @@ def set_drafter_options(dealer: zmq.Socket[bytes]) -> None:
     _set_common_options(dealer)
     dealer.maxmsgsize = CHUNK_BYTES
     dealer.sndhwm = 256
-    dealer.rcvhwm = 8  # chunks that may wait in memory outside the window
+    dealer.rcvhwm = 2  # chunks that may wait in memory outside the window: few enough to stay in the processor's cache
     dealer.immediate = 1  # queue nothing for a feeder that isn't there
     dealer.reconnect_ivl = 100
     dealer.reconnect_ivl_max = 1000
@@ -144,6 +145,11 @@ def _is_loopback(endpoint: str, address: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+def _is_name(host: str) -> bool:
+    """Whether `host` is looked up, which may find IPv6 addresses. (`localhost` stays what it was: IPv4.)"""
+    return host not in ("localhost", "*") and any(letter.isalpha() for letter in host)
 
 
 def _prepare_directory(path: Path) -> None:
