@@ -183,7 +183,7 @@ class FeederService:
         self.close()
 
     def _make(self, compute: Compute, job: Job) -> None:
-        slot = job.transfer.slot
+        slot, started = job.transfer.slot, time.monotonic()
         try:
             compute(job.key, slot.buffer)
         except DflashError as error:
@@ -193,6 +193,7 @@ class FeederService:
             self._peers.fail(job, reason(f"{type(error).__name__}: {error}"), retryable=True)
         else:
             self._peers.finish(job, xxhash.xxh3_64_intdigest(slot.view) if job.peer.checksums else 0)
+            log.debug("%s made in %.3f s", job.key, time.monotonic() - started)
         self._io.wake()
 
     def _log_notes(self) -> None:
