@@ -34,6 +34,7 @@ import fcntl
 import socket
 import struct
 import sys
+import time
 
 import click
 
@@ -41,11 +42,20 @@ from dflash_mp.errors import DflashError
 from dflash_mp.options import config_options, load
 
 SIOCGIFADDR = 0x8915
+NAME_SECONDS = 60
 
 
 def interface_to(head: str) -> str:
     """The interface whose address this host would use towards `head`; empty where it can't be told (IPv6)."""
-    family, _, _, _, place = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            family, _, _, _, place = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
+            break
+        except socket.gaierror:  # in a cluster a name may come after its host
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)
         mine = probe.getsockname()[0]
