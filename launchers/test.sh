@@ -27,6 +27,13 @@ install_viewers() {
         echo "prometheus and chromium could not be installed: parts of tests/monitor will be skipped"
 }
 stage "prometheus, chromium" install_viewers
+# launchers/slurm.sbatch is submitted to a real Slurm. Its packages bring services along, so they are installed in CI only.
+install_slurm() {
+    if [ -z "${CI:-}" ] || command -v slurmctld > /dev/null || ! command -v apt-get > /dev/null || [ "$(id -u)" != 0 ]; then return 0; fi
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge; } > /dev/null || echo "Slurm could not be installed: tests/launchers/test_slurm.py will be skipped"
+}
+stage "Slurm" install_slurm
 
 # Many processes share the cores: one thread each, asleep while it waits.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
