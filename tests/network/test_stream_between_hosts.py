@@ -36,33 +36,39 @@ def test_delay_and_loss_cost_time_only(key_files: Path, ip: int) -> None:
     with network("feeder", "drafter") as (wire, far, near):
         address = far.address if ip == 4 else f"[{far.address6}]"
         wire.shape(delay=0.05, loss=0.01)
-        with feeders(feeder_on(far, key_files, address)) as (feeder,), near.entered():
-            with client_of([feeder.endpoint], keys=DrafterKeys.load(key_files), **BOUNDS) as client:
-                client.connect()
-                client.fetch_weights()
-                client.schedule(iter(keys(0, 60)))
-                assert len(list(take_all(client, keys(0, 60)))) == 60
-                assert client.stats.reasked == 0
+        with (
+            feeders(feeder_on(far, key_files, address)) as (feeder,),
+            near.entered(),
+            client_of([feeder.endpoint], keys=DrafterKeys.load(key_files), **BOUNDS) as client,
+        ):
+            client.connect()
+            client.fetch_weights()
+            client.schedule(iter(keys(0, 60)))
+            assert len(list(take_all(client, keys(0, 60)))) == 60
+            assert client.stats.reasked == 0
 
 
 def test_a_partition_is_waited_out_and_what_was_under_way_is_asked_again(key_files: Path) -> None:
     with network("feeder", "drafter") as (wire, far, near):
         slow = Behaviour(seconds_per_row=0.02, silent_seconds=2.0)
-        with feeders(feeder_on(far, key_files, far.address, slow)) as (feeder,), near.entered():
-            with client_of([feeder.endpoint], keys=DrafterKeys.load(key_files), **BOUNDS) as client:
-                client.connect()
-                client.schedule(iter(keys(0, 80)))
-                rows = take_all(client, keys(0, 80))
-                for _ in range(40):
-                    next(rows)
-                wire.cut(far, near)
-                until(lambda: not client._io.live(), 30)
-                until(lambda: not feeder.look()[0].drafters, 30)
-                if (left := PARTITION_SECONDS - 2) > 0:
-                    time.sleep(left)
-                wire.mend()
-                assert len(list(rows)) == 40
-                assert client.stats.reasked >= 1
+        with (
+            feeders(feeder_on(far, key_files, far.address, slow)) as (feeder,),
+            near.entered(),
+            client_of([feeder.endpoint], keys=DrafterKeys.load(key_files), **BOUNDS) as client,
+        ):
+            client.connect()
+            client.schedule(iter(keys(0, 80)))
+            rows = take_all(client, keys(0, 80))
+            for _ in range(40):
+                next(rows)
+            wire.cut(far, near)
+            until(lambda: not client._io.live(), 30)
+            until(lambda: not feeder.look()[0].drafters, 30)
+            if (left := PARTITION_SECONDS - 2) > 0:
+                time.sleep(left)
+            wire.mend()
+            assert len(list(rows)) == 40
+            assert client.stats.reasked >= 1
 
 
 def test_behind_a_partition_the_wait_is_bounded_and_says_what_is_missing(key_files: Path) -> None:
@@ -87,13 +93,16 @@ def test_a_feeder_whose_address_changes_is_found_through_the_file(key_files: Pat
     with network("feeder", "drafter") as (_, far, near):
         file.write_text(f"tcp://{far.address}:5555\n")
         slow = Behaviour(seconds_per_row=0.02)
-        with feeders(feeder_on(far, key_files, far.address, slow)) as (first,), near.entered():
-            with client_of([], keys=DrafterKeys.load(key_files), **{**BOUNDS, "feeders_file": file}) as client:
-                client.connect()
-                client.schedule(iter(keys(0, 60)))
-                assert len(list(take_all(client, keys(0, 20)))) == 20
-                far.move("10.77.0.9")
-                first.kill()
-                with feeders(feeder_on(far, key_files, far.address, slow)):
-                    file.write_text(f"tcp://{far.address}:5555\n")
-                    assert len(list(take_all(client, keys(20, 60)))) == 40
+        with (
+            feeders(feeder_on(far, key_files, far.address, slow)) as (first,),
+            near.entered(),
+            client_of([], keys=DrafterKeys.load(key_files), **{**BOUNDS, "feeders_file": file}) as client,
+        ):
+            client.connect()
+            client.schedule(iter(keys(0, 60)))
+            assert len(list(take_all(client, keys(0, 20)))) == 20
+            far.move("10.77.0.9")
+            first.kill()
+            with feeders(feeder_on(far, key_files, far.address, slow)):
+                file.write_text(f"tcp://{far.address}:5555\n")
+                assert len(list(take_all(client, keys(20, 60)))) == 40
