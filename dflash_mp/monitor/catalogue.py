@@ -92,8 +92,11 @@ METRICS = (
         "rows of the window: unasked, asked, ready (come, not taken), held (in use), free",
         ("state",),
     ),
-    Metric("dflash_mp_stream_window_bytes", "gauge", "ranks", "memory of the window"),
+    Metric("dflash_mp_stream_window_bytes", "gauge", "ranks", "what the window holds at most"),
     Metric("dflash_mp_stream_retries_total", "counter", "ranks", "rows that were asked for again"),
+    Metric(
+        "dflash_mp_stream_duplicate_rows_total", "counter", "ranks", "rows that came twice, the first feeder being late"
+    ),
     Metric(
         "dflash_mp_stream_errors_total",
         "counter",

@@ -43,6 +43,7 @@ def page(record: RunRecord) -> str:
         f'<p class="sub">{_summary(record)}</p>',
         _tiles(record),
         "<h2>Curves</h2>",
+        '<p class="sub">Dashed lines: the drafters were started again.</p>' if record.starts() and charts else "",
         f'<div class="charts">{"".join(charts)}</div>'
         if charts
         else "<p>No figures yet: the run reported no step.</p>",
@@ -72,7 +73,7 @@ def _charts(record: RunRecord) -> Iterator[str | None]:
     yield line_chart(
         "Accuracy per slot at the end",
         Axis("slot of the block", whole=True),
-        Axis("right guesses", True, True),
+        Axis("right, or accepted", True, True),
         _by_slot(record),
     )
     yield line_chart(

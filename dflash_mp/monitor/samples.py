@@ -103,6 +103,7 @@ def rank_samples(counters: ClientCounters) -> Iterator[Sample]:
         yield Sample("dflash_mp_stream_window_rows", counters.window.get(state, 0), {"state": state})
     yield Sample("dflash_mp_stream_window_bytes", counters.window_bytes)
     yield Sample("dflash_mp_stream_retries_total", counters.reasked)
+    yield Sample("dflash_mp_stream_duplicate_rows_total", counters.duplicates)
     for kind in ERRORS_OF_A_STREAM:
         yield Sample("dflash_mp_stream_errors_total", counters.errors[kind], {"kind": kind})
     yield Sample("dflash_mp_compilations_total", _graphs_compiled())

@@ -52,12 +52,17 @@ class ClientCounters:
     window: dict[str, int]  # rows by state
     window_bytes: int
     reasked: int
+    duplicates: int
     errors: dict[str, int]  # by kind
 
 
 def feeder_counters(peers: Peers, io: FeederIo, pool: SlotPool, layout: RowLayout) -> FeederCounters:
     """The counters of a feeder made of these."""
-    everyone, made, delivered = peers.all(), peers.rows, peers.delivered
+    everyone, delivered, made = (
+        peers.all(),
+        peers.delivered,
+        peers.rows,
+    )  # in this order: what is delivered has been made
     _, since = peers.busy or (None, time.monotonic())
     return FeederCounters(
         made_rows=made,
@@ -92,5 +97,6 @@ def client_counters(io: ClientIo) -> ClientCounters:
         window={} if window is None else window.states(),
         window_bytes=0 if window is None else window.size * io.row_bytes,
         reasked=0 if window is None else window.reasked,
+        duplicates=0 if window is None else window.duplicates,
         errors={**io.errors, "corrupted": io.checksum_errors},
     )

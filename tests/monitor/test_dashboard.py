@@ -62,6 +62,32 @@ def test_the_run_shows_every_metric_and_no_other(observed: ObservedRun) -> None:
         assert here == wanted, metric.name
 
 
+def test_the_figures_are_those_of_the_run(observed: ObservedRun) -> None:
+    feeders, ranks = (Scraper(observed.endpoints[part], 30.0).read() for part in (slice(0, 2), slice(2, 4)))
+    step = ranks[0].value("dflash_mp_train_step")
+    lines = [json.loads(line) for line in (observed.run_dir / "metrics.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["kind"] == "train" and line["step"] == step]
+    assert ranks[0].value("dflash_mp_loss", split="train") == line["loss"]
+    assert ranks[0].value("dflash_mp_acceptance_length_tokens", split="train") == line["tau"]
+    assert list(ranks[0].by_label("dflash_mp_train_step", "index").items()) == [("0", step)]
+    slots = [ranks[0].value("dflash_mp_slot_accuracy_ratio", split="train", slot=str(slot)) for slot in (1, 2, 3)]
+    assert slots == line["accuracy_per_slot"]
+    assert ranks[0].value("dflash_mp_train_tokens_total") == line["step"] * 4 * 256
+    for feeder in feeders:
+        rows, size = (feeder.value(f"dflash_mp_feeder_delivered_{what}_total") for what in ("rows", "bytes"))
+        assert rows
+        assert size
+        row_bytes = size / rows
+        made = feeder.value("dflash_mp_feeder_made_rows_total")
+        assert made is not None
+        assert rows <= made
+    for rank in ranks:
+        held = rank.value("dflash_mp_stream_window_rows")
+        assert held is not None
+        assert held * row_bytes == rank.value("dflash_mp_stream_window_bytes")
+        assert 0 <= (rank.value("dflash_mp_stream_waited_seconds_total") or 0) < 3600
+
+
 @needs_promtool
 def test_promtool_finds_nothing_to_complain_about(observed: ObservedRun) -> None:
     for endpoint in (observed.endpoints[0], observed.endpoints[2]):
