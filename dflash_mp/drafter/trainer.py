@@ -89,7 +89,9 @@ def train(
         last = trainer.step == options.steps
         if not figures.abandoned:
             meter.add(figures)
-            balance.add(time.perf_counter() - started, figures.longest_wait)
+            seconds, waited = time.perf_counter() - started, figures.longest_wait
+            balance.add(seconds, waited)
+            log.debug("step %d took %.3f s, %.3f s of it waiting for rows", trainer.step, seconds, waited)
             if trainer.step % options.log_every == 0 or last:
                 rate = schedule.learning_rate(trainer.step - 1, options)
                 more = {"learning_rate": rate, "gradient_norm": norm, **meter.take(world.size), **balance.take()}
