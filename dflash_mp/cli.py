@@ -13,7 +13,7 @@ from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.doctor import doctor
 from dflash_mp.commands.health import health, trained
-from dflash_mp.commands.proofs import fuzz
+from dflash_mp.commands.proofs import fuzz, hostile, memory
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
 from dflash_mp.commands.training import feed, keygen, prepare, run
@@ -88,7 +88,8 @@ for _command in (
     trained,
 ):
     main.add_command(_command)
-bench.add_command(fuzz)
+for _command in (fuzz, hostile, memory):
+    bench.add_command(_command)
 
 
 if __name__ == "__main__":

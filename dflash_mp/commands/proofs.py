@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from dflash_mp.options import Command
@@ -20,3 +22,37 @@ def fuzz(messages: int, seed: int) -> None:
 
     for line in run(messages, seed, lambda text: click.echo(text, err=True)).lines():
         click.echo(line)
+
+
+@click.command(
+    "hostile",
+    cls=Command,
+    examples=("dflash-mp bench hostile", "dflash-mp bench hostile --attack 'a message without end' --transport ipc"),
+)
+@click.option(
+    "--rounds", default=7, show_default=True, type=click.IntRange(1), help="Pairs of windows for each attack."
+)
+@click.option("--seconds", default=0.5, show_default=True, help="Of a window.")
+@click.option("--transport", default="tcp", show_default=True, type=click.Choice(["tcp", "ipc"]))
+@click.option("--attack", "attacks", multiple=True, help="One of them; may be repeated. Default: all.")
+def hostile(rounds: int, seconds: float, transport: str, attacks: tuple[str, ...]) -> None:
+    """The speed of a legitimate run beside hostile peers, over its speed alone."""
+    from dflash_mp.bench.hostile import GOAL
+    from dflash_mp.bench.hostile import hostile as measure
+
+    effects = measure(rounds, seconds, transport, attacks, click.echo)
+    slowed = [effect.attack for effect in effects if effect.share < GOAL]
+    click.echo(f"below {GOAL:.0%}: {', '.join(slowed) or 'none'}")
+
+
+@click.command("memory", cls=Command, examples=("dflash-mp bench memory --rows 10000",))
+@click.option("--rows", default=10_000, show_default=True, type=click.IntRange(100), help="Rows to take.")
+@click.option("--transport", default="tcp", show_default=True, type=click.Choice(["tcp", "ipc"]))
+def memory(rows: int, transport: str) -> None:
+    """Memory of feeder and drafter over many rows, beside a drafter that stopped reading. Exit code 1 if it grows."""
+    from dflash_mp.bench.memory import memory as measure
+
+    report = measure(rows, transport)
+    for line in report.lines():
+        click.echo(line)
+    sys.exit(0 if report.flat else 1)

@@ -2,8 +2,8 @@
 
 libzmq bounds a frame but not the number of frames of a message, and hands a message over when its last frame is there: a peer whose message
 never ends fills memory that nobody sees. Nor does it bound connections that say nothing. So the sockets themselves are looked at
-ten times a second. A connection is cut off when it sends what never becomes a message: by TCP, more than 4 MiB since its last
-whole message; elsewhere, when bytes wait on it in a third look since then (how fast or in what bursts makes no difference to what it gets in,
+twenty times a second. A connection is cut off when it sends what never becomes a message: by TCP, more than 4 MiB since its last
+whole message; elsewhere, when bytes wait on it in a fifth look since then (how fast or in what bursts makes no difference to what it gets in,
 a few tenths of a second's worth). It is cut off when it brought no message for `silent_seconds`; and, the oldest that never brought
 one first, when there are too many. Whoever is cut off unjustly, because this process could not read for long, connects
 again: nothing is lost.
@@ -21,8 +21,8 @@ import termios
 import time
 from dataclasses import dataclass
 
-_LOOK_SECONDS = 0.1
-_LOOKS = 3  # with bytes waiting and no message since
+_LOOK_SECONDS = 0.05
+_LOOKS = 5  # with bytes waiting and no message since
 _UNFINISHED_BYTES = 4 << 20
 _MOST = 4096
 _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128  # struct tcp_info: its size up to, and the place of, tcpi_bytes_received

@@ -33,7 +33,7 @@ from dflash_mp.stream.weights import WeightsServer
 
 _READS_PER_ROUND = 128  # frames
 _BLOCKED_POLL_MS = 2  # a ROUTER can't be polled for room in one peer's pipe
-_IDLE_POLL_MS = 100
+_IDLE_POLL_MS = 50  # connections are looked at as often
 _BYE_SECONDS = 2.0
 
 
