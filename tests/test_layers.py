@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profiling": {"errors"},
     "options": {"config", "errors", "logs"},
     "config": {"errors"},
+    "run_lock": {"errors"},
     "child": {"process"},
     "torchrun": {"process", "logs"},
     "supervisor": {"errors", "process", "logs"},
@@ -28,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stream": {*_BASE, "data"},
     "monitor": {*_BASE, "data", "stream"},
     "target": {*_BASE, "data", "stream", "monitor"},
-    "drafter": {*_BASE, "split", "data", "stream", "monitor", "options", "profiling"},
+    "drafter": {*_BASE, "run_lock", "split", "data", "stream", "monitor", "options", "profiling"},
     "decode": {*_BASE, "data", "stream", "target", "drafter", "export"},
     "export": {*_BASE, "data", "stream", "target", "drafter"},
     "regenerate": {*_BASE, "data", "target", "decode"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": {*_BASE, "data", "stream"},
     "run_view": {*_BASE, "supervisor"},
     "calibration": {*_BASE, "split", "supervisor"},
-    "run": {*_BASE, "calibration", "stream", "drafter", "preflight", "profiling", "run_view", "supervisor"},
+    "run": {*_BASE, "run_lock", "calibration", "stream", "drafter", "preflight", "profiling", "run_view", "supervisor"},
     "bench": {*_BASE, "data", "stream", "target", "drafter", "decode", "export", "run", "run_view", "supervisor"},
     "health": {*_BASE, "drafter"},
     "doctor": {*_BASE, "data", "stream", "target", "drafter", "bench"},
@@ -93,3 +94,25 @@ def test_nothing_unpickles() -> None:
             if isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in ("torch.load", "pickle.loads", "pickle.load"), path
         assert not any(name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib") for name in imports_of(path))
+
+
+# Programs that answer the process which started them on their standard output, or print what they were asked for.
+MAY_PRINT = {
+    "bench/chaos_kills.py",
+    "bench/stream_source.py",
+    "threads/deadlock.py",
+    "threads/reproduce.py",
+    "threads/worker.py",
+}
+
+
+def test_events_are_logged_and_not_printed() -> None:
+    for path in MODULES:
+        name = path.relative_to(PACKAGE).as_posix()
+        calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        assert name in MAY_PRINT or "print" not in calls, (
+            f"{name}: log it (dflash_mp/logs.py), or let the command print it"
+        )
+        assert name == "logs.py" or "logging.basicConfig" not in calls, name
+        if layer_of(path) not in ("cli", "commands"):
+            assert name in MAY_PRINT or not {"click.echo", "click.secho"} & set(calls), name
