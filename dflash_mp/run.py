@@ -23,8 +23,9 @@ from dflash_mp.calibration import choose, kept_split
 from dflash_mp.config import LoadedConfig, describe_config
 from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import DflashError
-from dflash_mp.preflight import RunLock, check
+from dflash_mp.preflight import check
 from dflash_mp.profiling import parse_profile
+from dflash_mp.run_lock import RunLock
 from dflash_mp.run_view import open_view
 from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.supervisor import Part, supervise

@@ -23,8 +23,9 @@ from tiny_run import make_tiny_run
 from dflash_mp.cli import main
 from dflash_mp.config import LoadedConfig, load_config
 from dflash_mp.errors import DflashError
-from dflash_mp.preflight import RunLock, check
+from dflash_mp.preflight import check
 from dflash_mp.run import describe_plan, plan
+from dflash_mp.run_lock import RunLock
 from dflash_mp.run_view import LiveView, LogTail, PlainView, describe_metrics, parse_metrics
 from dflash_mp.supervisor import Running
 
@@ -113,7 +114,7 @@ def test_a_run_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_its_directory_free(tmp_path: Path) -> None:
-    program = f"from dflash_mp.preflight import *; lock = RunLock(Path({str(tmp_path)!r})); print('held', flush=True); input()"
+    program = f"from pathlib import Path; from dflash_mp.run_lock import RunLock; lock = RunLock(Path({str(tmp_path)!r})); print('held', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:

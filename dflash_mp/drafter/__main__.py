@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -22,17 +23,19 @@ from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.step_profile import StepProfile
 from dflash_mp.drafter.stopping import Stopping
 from dflash_mp.drafter.trainer import train
-from dflash_mp.drafter.world import World, join, leave
+from dflash_mp.drafter.world import World, join, leave, rank_of_process
 from dflash_mp.errors import DflashError
 from dflash_mp.monitor.samples import rank_endpoint
 from dflash_mp.monitor.training import TrainingRecord
 from dflash_mp.options import Command, config_options, load, log_options, profile_option, start_logs
 from dflash_mp.process import die_with_parent
 from dflash_mp.profiling import ProfileRequest, parse_profile
+from dflash_mp.run_lock import RunLock
 from dflash_mp.stream.client import RowClient
 from dflash_mp.stream.plan import StreamPlan
 
 log = logging.getLogger("dflash_mp.drafter")
+_LOCK_SECONDS = 10.0  # for the ranks of a run that was just killed to be gone
 
 
 @click.command(
@@ -51,7 +54,7 @@ def main(config_file: Path, overrides: tuple[str, ...], profile: tuple[str, ...]
     """Train a drafter as one of the ranks that torchrun starts."""
     try:
         die_with_parent()
-        start_logs("drafter", int(os.environ.get("RANK", "0")))
+        start_logs("drafter", rank_of_process())
         run(load(config_file, overrides).config, parse_profile(profile))
     except DflashError as error:
         log.error("%s", error, extra=logs.facts("failed", exit_code=error.exit_code))
@@ -63,6 +66,13 @@ def main(config_file: Path, overrides: tuple[str, ...], profile: tuple[str, ...]
 def run(config: RunConfig, profile: ProfileRequest | None = None) -> None:
     """Join the ranks, connect, train, leave. Raises `DflashError`."""
     stop = Stopping()
+    # Before the others get past `join`: a second run's ranks would take the first one's places at the feeders.
+    lock = RunLock(config.run_dir, drafters=True, patience=_LOCK_SECONDS) if rank_of_process() == 0 else nullcontext()
+    with lock:
+        _train(config, stop, profile)
+
+
+def _train(config: RunConfig, stop: Stopping, profile: ProfileRequest | None) -> None:
     world = join(config)
     stop.share(world.store)
     if profile is not None:

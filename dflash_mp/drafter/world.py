@@ -66,9 +66,14 @@ class World:
         self.sum(torch.zeros(1, device=self.device))
 
 
+def rank_of_process() -> int:
+    """What torchrun says, before anybody has joined."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def join(config: RunConfig) -> World:
     """Join the ranks that torchrun started, or be a world of one. Sets the device and the CPU threads. Raises `ConfigError`."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = rank_of_process(), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = _device(config.train.device, local_rank)
     if device.type == "cuda":

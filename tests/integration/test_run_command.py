@@ -20,6 +20,7 @@ from tiny_run import make_tiny_run
 from dflash_mp.config import load_config
 from dflash_mp.drafter.checkpoint import steps_of
 from dflash_mp.process import children_of, mark_of, marked_processes, send_signal
+from dflash_mp.run_lock import RunLock
 
 STEPS = 60
 
@@ -169,6 +170,15 @@ def test_a_drafter_that_waits_for_a_feeder_stops_at_once(run_file: Path, tmp_pat
     finally:
         drafter.kill()
         drafter.wait()
+
+
+def test_drafters_started_by_hand_are_refused_where_others_train(run_file: Path, tmp_path: Path) -> None:
+    """Before they connect: at the feeders they would take the others' places."""
+    command = [sys.executable, "-m", "dflash_mp.drafter", "-c", str(run_file), "--set", f"run_dir={tmp_path}"]
+    with RunLock(tmp_path, drafters=True):
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert refused.returncode == 1
+    assert f"another run (process {os.getpid()}) is using run_dir {tmp_path}" in refused.stderr
 
 
 class ByHand:

@@ -37,9 +37,11 @@ def test_delay_and_loss_cost_time_only(key_files: Path, ip: int) -> None:
         address = far.address if ip == 4 else f"[{far.address6}]"
         wire.shape(delay=0.05, loss=0.01)
         with (
-            feeders(feeder_on(far, key_files, address)) as (feeder,),
+            feeders(feeder_on(far, key_files, address, Behaviour(silent_seconds=60.0))) as (feeder,),
             near.entered(),
-            client_of([feeder.endpoint], keys=DrafterKeys.load(key_files), **BOUNDS) as client,
+            client_of(
+                [feeder.endpoint], keys=DrafterKeys.load(key_files), **{**BOUNDS, "silent_seconds": 60.0}
+            ) as client,
         ):
             client.connect()
             client.fetch_weights()
