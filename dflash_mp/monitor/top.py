@@ -7,8 +7,9 @@ why; nothing waits for it longer than the scraper's time-out.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,49 +20,41 @@ from dflash_mp.monitor.scrape import Reading, Scraper
 
 _EVENT_LINES = 8
 _MUCH = 0.1  # a share of time worth a word
-_MIB = 2**20
+_WIDE = 128  # columns that hold a table with memory and endpoint
 
 
 def watch(scraper: Scraper, console: Console, seconds: float) -> None:
     """Show the run until Ctrl-C, a new picture every `seconds`."""
-    before = readings_by_endpoint(scraper.read())
-    with Live(
-        picture(list(before.values()), {}), console=console, auto_refresh=False, screen=console.is_terminal
-    ) as live:
-        try:
-            while True:
-                time.sleep(seconds)
-                now = scraper.read()
-                live.update(picture(now, before), refresh=True)
-                before = {**before, **readings_by_endpoint(reading for reading in now if not reading.problem)}
-        except KeyboardInterrupt:
-            return
+    before: dict[str, Reading] = {}
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            now = scraper.read()
+            live.update(picture(now, before, console.width), refresh=True)
+            before = {**before, **_by_endpoint(reading for reading in now if not reading.problem)}
+            time.sleep(seconds)
 
 
 def once(scraper: Scraper, console: Console, seconds: float) -> bool:
     """Print one picture, with rates over `seconds`. False when no endpoint answered."""
-    before = readings_by_endpoint(scraper.read())
+    before = _by_endpoint(scraper.read())
     if any(not reading.problem for reading in before.values()):
         time.sleep(seconds)
     now = scraper.read()
-    console.print(picture(now, before))
+    console.print(picture(now, before, console.width))
     return any(not reading.problem for reading in now)
 
 
-def readings_by_endpoint(readings: Iterator[Reading] | Sequence[Reading]) -> dict[str, Reading]:
-    return {reading.endpoint: reading for reading in readings}
-
-
-def picture(now: Sequence[Reading], before: Mapping[str, Reading]) -> RenderableType:
-    """Everything about the run, with rates since `before`."""
+def picture(now: Sequence[Reading], before: Mapping[str, Reading], width: int) -> RenderableType:
+    """Everything about the run, with rates since `before`; what doesn't fit `width` columns is left out."""
+    wide = width >= _WIDE
     seen = [_Seen(reading, before.get(reading.endpoint)) for reading in now if not reading.problem]
     feeders = sorted((s for s in seen if s.now.role == "feeder"), key=lambda s: s.now.index)
     ranks = sorted((s for s in seen if s.now.role == "drafter"), key=lambda s: s.now.index)
     parts: list[RenderableType] = [_head(seen, ranks), Text(who_waits(feeders, ranks), style="yellow"), Text("")]
     if feeders:
-        parts.append(_feeder_table(feeders))
+        parts.append(_feeder_table(feeders, wide))
     if ranks:
-        parts.append(_rank_table(ranks))
+        parts.append(_rank_table(ranks, wide))
     for reading in now:
         if reading.problem:
             parts.append(Text(f"{reading.endpoint}: {reading.problem}", style="red"))
@@ -139,9 +132,9 @@ def _head(seen: Sequence[_Seen], ranks: Sequence[_Seen]) -> Text:
     return Text(" · ".join(words), style="bold")
 
 
-def _feeder_table(feeders: Sequence[_Seen]) -> Table:
+def _feeder_table(feeders: Sequence[_Seen], wide: bool) -> Table:
     table = _table(
-        "feeder", "rows/s", "tokens/s", "MB/s", "computing", "idle", "blocked", "queued", "drafters", "errors"
+        wide, "feeder", "rows/s", "tokens/s", "MB/s", "computing", "idle", "blocked", "queued", "drafters", "errors"
     )
     for one in feeders:
         bytes_ = one.rate("dflash_mp_feeder_delivered_bytes_total")
@@ -152,16 +145,17 @@ def _feeder_table(feeders: Sequence[_Seen]) -> Table:
             _number(None if bytes_ is None else bytes_ / 1e6, "{:.1f}"),
             *(_number(_share(one, state), "{:.0%}") for state in ("computing", "idle", "blocked")),
             _number(one.now.value("dflash_mp_feeder_queued_rows"), "{:.0f}"),
-            " ".join(sorted(one.now.by_label("dflash_mp_feeder_drafter_rows_total", "rank"), key=_as_number)) or "–",
+            _number(one.now.value("dflash_mp_feeder_drafters"), "{:.0f}"),
             _number(one.now.value("dflash_mp_feeder_errors_total"), "{:.0f}"),
-            *_memory(one.now),
-            one.now.endpoint,
+            *((*_memory(one.now), one.now.endpoint) if wide else ()),
         )
     return table
 
 
-def _rank_table(ranks: Sequence[_Seen]) -> Table:
-    table = _table("drafter", "rows/s", "MB/s", "waiting", "ready", "asked", "free", "feeders", "retries", "errors")
+def _rank_table(ranks: Sequence[_Seen], wide: bool) -> Table:
+    table = _table(
+        wide, "drafter", "rows/s", "MB/s", "waiting", "ready", "asked", "free", "feeders", "retries", "errors"
+    )
     for one in ranks:
         bytes_ = one.rate("dflash_mp_stream_received_bytes_total")
         connected = one.now.by_label("dflash_mp_stream_feeder_connected", "feeder")
@@ -175,18 +169,18 @@ def _rank_table(ranks: Sequence[_Seen]) -> Table:
             f"{sum(connected.values()):.0f} of {len(connected)}",
             _number(one.now.value("dflash_mp_stream_retries_total"), "{:.0f}"),
             _number(one.now.value("dflash_mp_stream_errors_total"), "{:.0f}"),
-            *_memory(one.now),
-            one.now.endpoint,
+            *((*_memory(one.now), one.now.endpoint) if wide else ()),
         )
     return table
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+def _table(wide: bool, first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="dim")
     table.add_column(first, no_wrap=True)
-    for column in (*columns, "memory", "GPU"):
+    for column in (*columns, *(("memory", "GPU") if wide else ())):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("endpoint", no_wrap=True, style="dim")
+    if wide:
+        table.add_column("endpoint", no_wrap=True, style="dim")
     return table
 
 
@@ -203,12 +197,16 @@ def _events(seen: Sequence[_Seen]) -> Iterator[Text]:
 def _memory(reading: Reading) -> tuple[str, str]:
     host = reading.value("dflash_mp_resident_memory_bytes")
     gpu = reading.by_label("dflash_mp_gpu_memory_bytes", "kind")
-    on_gpu = f"{gpu['reserved'] / _MIB:,.0f} of {gpu['total'] / _MIB:,.0f} MiB" if gpu.get("total") else "–"
-    return _number(None if host is None else host / _MIB, "{:,.0f} MiB"), on_gpu
+    on_gpu = f"{gpu['reserved'] / 1e9:.1f} of {gpu['total'] / 1e9:.1f} GB" if gpu.get("total") else "–"
+    return _number(None if host is None else host / 1e9, "{:.1f} GB"), on_gpu
 
 
 def _share(feeder: _Seen, state: str) -> float | None:
     return feeder.rate("dflash_mp_feeder_time_seconds_total", state=state)
+
+
+def _by_endpoint(readings: Iterable[Reading]) -> dict[str, Reading]:
+    return {reading.endpoint: reading for reading in readings}
 
 
 def _mean(values: Iterator[float | None] | Sequence[float | None]) -> float | None:
@@ -218,7 +216,3 @@ def _mean(values: Iterator[float | None] | Sequence[float | None]) -> float | No
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
-
-
-def _as_number(text: str) -> int:
-    return int(text) if text.isdigit() else 0

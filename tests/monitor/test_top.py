@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import http.server
+import io
+import os
+import pty
+import re
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -40,7 +46,7 @@ def test_one_picture_of_a_run_shows_feeders_ranks_and_who_waits(observed: Observ
     for name, endpoint in zip(("feeder 0", "feeder 1", "drafter 0", "drafter 1"), observed.endpoints, strict=True):
         assert rows[name].rstrip().endswith(endpoint), shown.stdout
     assert "2 of 2" in rows["drafter 0"]
-    assert " 0 1 " in rows["feeder 0"]  # the ranks connected
+    assert re.search(r" 2 +0 +[\d.]+ GB ", rows["feeder 0"])  # drafters, errors, memory
     assert "\x1b" not in shown.stdout
 
 
@@ -151,10 +157,10 @@ def waited(seconds: float) -> str:
     return f'dflash_mp_stream_waited_seconds_total{{x=""}} {seconds}'
 
 
-def text_of(now: list[Reading], before: list[Reading]) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(picture(now, {one.endpoint: one for one in before}))
-    return console.export_text()
+def text_of(now: list[Reading], before: list[Reading], width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(picture(now, {one.endpoint: one for one in before}, width))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +182,26 @@ def test_it_says_who_waits(feeder: tuple[float, float, float], rank: float, verd
     assert verdict in text_of(now, before)
 
 
+@pytest.mark.parametrize("width", [80, 110, 128, 180])
+def test_nothing_is_cut_off_on_a_terminal_of_any_usual_width(width: int) -> None:
+    figures = "\n".join(
+        (
+            spent(8, 1, 1),
+            'dflash_mp_feeder_made_rows_total{x=""} 99',
+            'dflash_mp_feeder_made_tokens_total{x=""} 999999',
+            'dflash_mp_feeder_delivered_bytes_total{x=""} 2e10',
+            'dflash_mp_gpu_memory_bytes{kind="reserved"} 1.2e11',
+            'dflash_mp_gpu_memory_bytes{kind="total"} 1.4e11',
+            'dflash_mp_resident_memory_bytes{x=""} 1e11',
+        )
+    )
+    before = [reading("feeder", 0.0, spent(0, 0, 0)), reading("drafter", 0.0, waited(0))]
+    now = [reading("feeder", 10.0, figures), reading("drafter", 10.0, waited(1))]
+    text = text_of(now, before, width)
+    assert "…" not in text
+    assert ("feeder:1" in text) == (width >= 128)
+
+
 def test_a_process_that_started_anew_has_no_rate_until_it_is_read_twice() -> None:
     before = [reading("feeder", 0.0, spent(0, 0, 0)), reading("drafter", 0.0, waited(100), start=1.0)]
     now = [reading("feeder", 10.0, spent(10, 0, 0)), reading("drafter", 10.0, waited(1), start=2.0)]
@@ -195,3 +221,29 @@ def test_the_last_warnings_of_all_processes_are_shown_in_order_and_cannot_move_t
 
         (event,) = _events(_get(split_endpoint(endpoint), "/events", 5.0))
         assert event.text == "a [2Jb"
+
+
+def test_the_live_view_ends_in_order_at_ctrl_c() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-m", "dflash_mp.cli", "top", "--endpoint", closed, "--seconds", "0.1"]
+    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env={**os.environ, "TERM": "xterm"})
+    os.close(inside)
+    try:
+        shown = b""
+        while b"Connection refused" not in shown:
+            assert select.select([terminal], [], [], SECONDS)[0], shown
+            shown += os.read(terminal, 65536)
+        process.send_signal(signal.SIGINT)
+        while select.select([terminal], [], [], SECONDS)[0]:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # the other end is closed
+                break
+        assert process.wait(SECONDS) == 0, shown
+        assert b"Traceback" not in shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
