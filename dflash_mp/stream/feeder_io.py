@@ -35,6 +35,7 @@ _READS_PER_ROUND = 128  # frames
 _BLOCKED_POLL_MS = 2  # a ROUTER can't be polled for room in one peer's pipe
 _IDLE_POLL_MS = 50  # connections are looked at as often
 _BYE_SECONDS = 2.0
+_PROBE_SECONDS = 2.0  # drafters ping once a second
 
 
 class FeederIo:
@@ -64,6 +65,7 @@ class FeederIo:
         self._token = secrets.token_hex(8)
         self._wakeup = Wakeup()
         self._leaving: m.Bye | None = None
+        self._probed = 0.0
         self._context = zmq.Context(io_threads=1)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         set_feeder_options(self._router)
@@ -160,12 +162,21 @@ class FeederIo:
     def _drop_silent(self, last: float) -> float:
         now = time.monotonic()
         self._lanes.expire()
+        self._probe(now)
         if now - last > self._silent_seconds / 2:
             self._peers.excuse_silence()
         for peer in self._peers.remove_silent(now - self._silent_seconds):
             self.silent += 1
             self.notes.append(f"{_name(peer)} was silent for {self._silent_seconds:g} s: dropped")
         return now
+
+    def _probe(self, now: float) -> None:
+        """Send to drafters that have said nothing for a while: to one whose process is gone that fails, and what it held is free."""
+        if now - self._probed > _PROBE_SECONDS:
+            self._probed = now
+            for peer in self._peers.all():
+                if now - peer.heard > _PROBE_SECONDS:
+                    self._pong(peer, m.Ping(0, 0))
 
     # -- reading ------------------------------------------------------------------------------------------------------------------
 

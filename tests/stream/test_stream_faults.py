@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +257,61 @@ def test_a_drafter_that_leaves_or_dies_frees_what_it_held(tmp_path: Path) -> Non
         dying.kill()
         dying.join()
         until(lambda: not feeder.look()[0].drafters, seconds=2)
+
+
+def test_a_dead_drafter_is_noticed_in_seconds_however_long_a_silence_may_be(tmp_path: Path) -> None:
+    with feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(silent_seconds=600))) as (feeder,):
+        dying = start_drafter(feeder.endpoint)
+        until(lambda: feeder.look()[0].drafters[0].outstanding > 0)
+        dying.kill()
+        dying.join()
+        until(lambda: not feeder.look()[0].drafters, seconds=15)
+
+
+def test_a_stuck_feeders_rows_come_from_another_and_it_is_named_when_there_is_none(tmp_path: Path) -> None:
+    with (
+        feeders(
+            FeederProcess(ipc(tmp_path, "stuck"), behaviour=Behaviour(stuck_at=12)),
+            FeederProcess(ipc(tmp_path, "good"), behaviour=Behaviour(seconds_per_row=0.02)),
+        ) as (stuck, good),
+        client_of([stuck.endpoint, good.endpoint], rows=4, row_seconds=20.0) as client,
+    ):
+        client.connect()
+        client.schedule(iter(keys(0, 60)))
+        started = time.monotonic()
+        assert len(list(take_all(client, keys(0, 40)))) == 40
+        assert time.monotonic() - started < 15  # not row_seconds, nor silent_seconds: it isn't silent
+        good.kill()
+    with (
+        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(stuck_at=4))) as (feeder,),
+        client_of([feeder.endpoint], rank=1, world=2, row_seconds=4.0) as client,
+    ):
+        client.connect()
+        client.schedule(iter(keys(0, 9)))
+        with pytest.raises(StreamError) as caught:
+            list(take_all(client, keys(0, 9)))
+        assert "rank 1: train row 4 did not come within 4 s: " in caught.value.what
+        assert re.search(rf"{feeder.endpoint} was asked \d+ s ago", caught.value.what)
+        assert re.search(rf"{feeder.endpoint} is connected and busy with train row 4 for \d+ s", caught.value.what)
+        assert re.search(r"it answers, but is stuck: it made rows in 0\.\d s before", caught.value.what)
+        assert "the feeder answers, its target does not" in caught.value.remedy
+
+
+def test_a_stopped_feeder_is_said_to_answer_nothing(tmp_path: Path) -> None:
+    with (
+        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(seconds_per_row=0.02))) as (feeder,),
+        client_of([feeder.endpoint], row_seconds=5.0, silent_seconds=60.0) as client,
+    ):
+        client.connect()
+        client.schedule(iter(keys(0, 99)))
+        rows = take_all(client, keys(0, 99))
+        next(rows)
+        feeder.pause()
+        with pytest.raises(StreamError) as caught:
+            list(rows)
+        assert re.search(
+            rf"{feeder.endpoint} is connected but silent for \d+ s: stopped, or cut off", str(caught.value)
+        )
 
 
 def test_a_failure_of_the_streams_thread_surfaces_where_rows_are_taken(
