@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
 def _read_hub(source: SourceConfig) -> Iterator[Record]:
     name = source.path[len(HUB_PREFIX) :]
+    os.environ["HF_DATASETS_TRUST_REMOTE_CODE"] = "0"  # versions before 4 could run a data set's script
     try:
         from datasets import load_dataset
     except ImportError:

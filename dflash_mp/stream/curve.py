@@ -1,6 +1,6 @@
 """Keys on sockets: CURVE between feeder and drafter, and why a handshake failed.
 
-A feeder admits the drafters on its list only: libzmq asks `Gatekeeper` about each key (ZAP), and refuses everybody where nobody answers.
+A feeder admits the drafters on its list only, as it is at that moment: libzmq asks `Gatekeeper` about each key (ZAP), and refuses everybody where nobody answers.
 A drafter pins its feeder's key. Whoever is turned away is noted at the feeder, and told at the drafter what is wrong, in seconds.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from dflash_mp.stream.keys import DrafterKeys, FeederKeys
+from dflash_mp.stream.keys import AllowList, DrafterKeys, FeederKeys
 from dflash_mp.stream.messages import CHUNK_BYTES, HEADER_BYTES, Refused
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # libzmq's, in each context
@@ -83,6 +83,7 @@ class Gatekeeper:
         self._monitor.connect(address)
         self.sockets = [self._monitor]
         if keys is not None:
+            self._allowed = AllowList(keys, lambda text: note(1, text))
             self._zap = context.socket(zmq.REP)
             self._zap.bind(ZAP_ADDRESS)
             self.sockets.append(self._zap)
@@ -110,7 +111,7 @@ class Gatekeeper:
         """ZAP 1.0 (RFC 27): version, request id, domain, address, identity, mechanism, credentials."""
         name = None
         if self._keys is not None and len(request) == 7 and request[5] == b"CURVE":
-            name = self._keys.drafters.get(request[6])
+            name = self._allowed.name_of(request[6])
         status, text = (b"400", b"unknown key") if name is None else (b"200", b"")
         self._zap.send_multipart([b"1.0", request[1], status, text, (name or "").encode(), b""], zmq.DONTWAIT)
         if name is None:

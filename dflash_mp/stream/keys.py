@@ -2,9 +2,9 @@
 
 `keygen` writes a pair as NAME.public and NAME.secret (0600, in a directory of 0700) and never overwrites. One directory (`stream.keys`)
 holds what a process needs: a feeder its feeder.secret and the allowed drafters' public keys (every *.public but feeder.public), a drafter
-its drafter.secret and the feeder.public that it pins. Files are read once, at the start. Secrets stay out of every text: errors name
-paths only, and `repr` hides them. A secret that others can read, or a directory that they can change, is refused. All failures are
-`StreamError`.
+its drafter.secret and the feeder.public that it pins. Secrets are read once, at the start; a feeder's list of drafters again when the directory
+changed (`AllowList`). Secrets stay out of every text: errors name paths only, and `repr` hides them. A secret that others can read, or a
+directory that they can change, is refused. All failures are `StreamError`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from dflash_mp.errors import StreamError
 
 _FEEDER, _DRAFTER = "feeder", "drafter"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_LOOK_SECONDS = 1.0
 _HEADERS = {"public": "dflash-mp public key", "secret": "dflash-mp secret key"}
 
 
@@ -32,22 +34,63 @@ class FeederKeys:
 
     secret: bytes = field(repr=False)  # Z85, as libzmq takes it
     drafters: dict[bytes, str] = field(repr=False)
+    directory: Path | None = field(default=None, repr=False)
 
     @staticmethod
     def load(directory: Path) -> FeederKeys:
         """A feeder's part of `directory`."""
         _check_directory(directory)
-        drafters: dict[bytes, str] = {}
-        for file in sorted(directory.glob("*.public")):
-            if file.stem != _FEEDER:
-                drafters[z85.decode(_read(file, "public"))] = file.stem
+        drafters = _read_drafters(directory)
         secret = _read(directory / f"{_FEEDER}.secret", "secret")
         if not drafters:
             raise StreamError(
                 f"{directory} holds no drafter's public key, so the feeder would refuse everyone",
                 "copy drafter.public of each drafters' host there, under any name that ends in .public",
             )
-        return FeederKeys(secret, drafters)
+        return FeederKeys(secret, drafters, directory)
+
+
+class AllowList:
+    """The drafters that a feeder admits, as the files say now: read again, at most once a second, when the directory has changed."""
+
+    def __init__(self, keys: FeederKeys, note: Callable[[str], None]) -> None:
+        """`note` is told what changed, and why a changed directory is not used: the list then stays as it was."""
+        self._drafters, self._directory, self._note = keys.drafters, keys.directory, note
+        self._seen, self._looked = self._state(), time.monotonic()
+
+    def name_of(self, key: bytes) -> str | None:
+        """The drafter with this public key (32 bytes); None if it is not listed."""
+        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._look()
+        return self._drafters.get(key)
+
+    def _look(self) -> None:
+        state, self._looked = self._state(), time.monotonic()
+        if self._directory is None or state == self._seen:
+            return
+        self._seen = state
+        try:
+            _check_directory(self._directory)
+            drafters = _read_drafters(self._directory)
+        except StreamError as error:
+            self._note(f"{error.what}; the drafters listed before stay listed")
+            return
+        for what, names in (
+            ("listed", set(drafters.values()) - set(self._drafters.values())),
+            ("no longer listed", set(self._drafters.values()) - set(drafters.values())),
+        ):
+            if names:
+                self._note(f"{', '.join(sorted(names))} {what} in {self._directory}")
+        self._drafters = drafters
+
+    def _state(self) -> list[tuple[str, int, int]]:
+        if self._directory is None:
+            return []
+        try:
+            files = sorted(self._directory.glob("*.public"))
+            return [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+        except OSError:  # changing just now
+            return []
 
 
 @dataclass(frozen=True)
@@ -86,6 +129,11 @@ def keygen(directory: Path, names: Sequence[str] = (_FEEDER, _DRAFTER)) -> list[
         _write(secret_file, "secret", secret, 0o600)
         _write(public_file, "public", public, 0o644)
     return files
+
+
+def _read_drafters(directory: Path) -> dict[bytes, str]:
+    files = sorted(directory.glob("*.public"))
+    return {z85.decode(_read(file, "public")): file.stem for file in files if file.stem != _FEEDER}
 
 
 def _write(file: Path, kind: str, key: bytes, mode: int) -> None:

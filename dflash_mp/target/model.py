@@ -43,6 +43,8 @@ def load_model(config: TargetConfig) -> Any:
         attention = _attention(config, model_config)
         if attention is not None:
             arguments["attn_implementation"] = attention
+        if not source.gguf_file:
+            arguments["use_safetensors"] = True  # never a pickled pytorch_model.bin
         with progress_on_terminals_only():
             model, report = auto_class.from_pretrained(
                 source.location, dtype=dtype, output_loading_info=True, **arguments

@@ -82,6 +82,11 @@ def unloadable(what: str, source: TargetSource, config: TargetConfig, error: Bas
             f"the {what} of {source.name} needs Python code from its own repository",
             "read that code; if you trust it, set target.trust_remote_code: true",
         )
+    if what == "model" and "model.safetensors" in text:
+        return TargetError(
+            f"cannot load the model of {config.path}: it has no safetensors, and pickled weights are not loaded: {text[:600]}",
+            "convert them: load the model with transformers where you trust it, and save_pretrained() it",
+        )
     if source.local:
         return TargetError(f"cannot load the {what} of {config.path}: {text[:600]}", "check the files in it")
     return TargetError(

@@ -139,6 +139,28 @@ def test_everyone_else_is_turned_away_with_the_reason_while_a_listed_drafter_goe
         assert file.read_text().splitlines()[1] not in texts + error
 
 
+def test_the_list_of_drafters_is_that_of_the_moment(tmp_path: Path, key_files: Path) -> None:
+    log = tmp_path / "feeder.log"
+    late = stranger(tmp_path, key_files)
+    listed = key_files / "late.public"
+    with feeders(feeder_with(key_files, log)) as (feeder,):
+        assert "the feeder refused this drafter's key" in refusal(feeder.endpoint, late)
+        shutil.copy(tmp_path / "stranger/drafter.public", listed)
+        time.sleep(1.1)  # it looks once a second
+        with client_of([feeder.endpoint], PLAN, keys=late) as client:
+            client.connect()
+        said(log, "late listed in")
+        listed.write_text("damaged")
+        time.sleep(1.1)
+        with client_of([feeder.endpoint], PLAN, keys=late) as client:
+            client.connect()
+        said(log, "late.public is no public key of dflash-mp keygen; the drafters listed before stay listed")
+        listed.unlink()
+        time.sleep(1.1)
+        assert "the feeder refused this drafter's key" in refusal(feeder.endpoint, late)
+        said(log, "late no longer listed in")
+
+
 def test_a_drafter_with_keys_refuses_a_feeder_without(tmp_path: Path, key_files: Path) -> None:
     log = tmp_path / "feeder.log"
     with feeders(feeder_with(None, log)) as (feeder,):
@@ -238,7 +260,7 @@ def test_a_feeder_that_gets_another_key_is_lost_and_found_when_it_has_the_right_
         next(rows)
         first.kill()
         with feeders(FeederProcess(first.endpoint, PLAN, Behaviour(keys=tmp_path / "later"))) as (wrong,):
-            until(lambda: "is its key the pinned one?" in client._feeders())
+            until(lambda: "is its key the pinned one?" in client._io.describe())
             wrong.kill()
         with feeders(FeederProcess(first.endpoint, PLAN, Behaviour(keys=key_files))):
             assert len(list(rows)) == 7
