@@ -209,6 +209,17 @@ def test_code_of_a_repository_is_not_run_unasked(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write_tiny_target(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(TargetError, match="pickled weights are not loaded") as caught:
+        load(tmp_path)
+    assert "save_pretrained" in caught.value.remedy
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     write_tiny_target(tmp_path)
     with pytest.raises(TargetError, match="cuda:99"):
