@@ -22,7 +22,7 @@ from dflash_mp.doctor.fit import Plans, check_fit
 from dflash_mp.doctor.limits import Needs, check_limits
 from dflash_mp.doctor.ports import check_rendezvous
 from dflash_mp.doctor.probe import probe_stream
-from dflash_mp.doctor.target_size import read_target_size
+from dflash_mp.doctor.target_size import TargetSize, read_target_size
 from dflash_mp.doctor.versions import check_versions
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import DflashError, TargetError
@@ -60,7 +60,11 @@ def examine(
     ranks = (config.gpus or config.train.drafters) if trains else 0
     yield from check_versions(any(device.startswith("cuda") for device in named), ranks)
     yield from check_gpus(gpus, _architectures())
-    plans = _plans(config, on_gpu, gpus, feeds, trains)
+    plans, asked = _plans(config, on_gpu, gpus, feeds, trains), None
+    transfer = _TRANSFER_SECONDS if probe else 0.0
+    if isinstance(plans, Finding) and not feeds:
+        asked = check_feeders(config, _ANSWER_SECONDS, transfer)
+        plans = _plans_of_feeder(config, on_gpu, asked)
     yield from check_limits(_needs(config, on_gpu, ranks, plans))
     yield check_rendezvous()
     yield from _check_files(config, plans, feeds, trains)
@@ -68,12 +72,15 @@ def examine(
         yield plans
     else:
         yield from check_fit(plans, gpus)
-    asked = check_feeders(config, _ANSWER_SECONDS, _TRANSFER_SECONDS if probe else 0.0)
+    asked = check_feeders(config, _ANSWER_SECONDS, transfer) if asked is None else asked
     for one in asked:
         yield from one.findings
     if probe and not isinstance(plans, Finding):
         rate = rows_per_second or measured_rate(config.run_dir)
-        yield from check_bandwidth(plans, rate, _paths(config, asked))
+        try:
+            yield from check_bandwidth(plans, rate, _paths(config, asked))
+        except DflashError as error:
+            yield of_error("path", error)
 
 
 def _plans(config: RunConfig, on_gpu: bool, gpus: Sequence[Gpu], feeds: bool, trains: bool) -> Plans | Finding:
@@ -96,6 +103,19 @@ def _plans(config: RunConfig, on_gpu: bool, gpus: Sequence[Gpu], feeds: bool, tr
     except DflashError as error:
         return of_error("drafter", error)
     return Plans(config, size, on_gpu, feeds, trains)
+
+
+def _plans_of_feeder(config: RunConfig, on_gpu: bool, asked: Sequence[Asked]) -> Plans | Finding:
+    """On a host that only trains, and so needs no target: sizes as a running feeder tells them."""
+    welcome = next((one.answer.welcome for one in asked if one.answer.welcome is not None), None)
+    if welcome is None:
+        text = "it isn't on this host, which only trains, and no feeder answers: sizes are not checked"
+        return yellow("target", text, "look again when a feeder runs")
+    try:
+        DrafterShape.from_config(config.drafter, welcome.plan.target)
+    except DflashError as error:
+        return of_error("drafter", error)
+    return Plans(config, TargetSize(welcome.plan.target, 0), on_gpu, feeds=False)
 
 
 def _needs(config: RunConfig, on_gpu: bool, ranks: int, plans: Plans | Finding) -> Needs:

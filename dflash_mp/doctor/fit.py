@@ -71,8 +71,9 @@ class Plans:
 def check_fit(plans: Plans, gpus: Sequence[Gpu]) -> list[Finding]:
     """The target in numbers, every GPU that has a part to play, the host, the window and the largest row."""
     info, shape, config = plans.size.info, plans.shape, plans.config
+    parameters = f"{plans.size.parameters / 1e6:,.1f} M parameters in " if plans.size.parameters else ""
     target = (
-        f"{info.name}: {plans.size.parameters / 1e6:,.1f} M parameters in {info.dtype}, {info.num_layers} layers, taps "
+        f"{info.name}: {parameters}{info.dtype}, {info.num_layers} layers, taps "
         f"{', '.join(map(str, info.layer_ids))}; the drafter has {shape.parameter_count() / 1e6:,.1f} M"
     )
     findings = [green("target", target)]

@@ -27,7 +27,7 @@ _LONGEST_HEADER = 100 << 20
 
 @dataclass(frozen=True)
 class TargetSize:
-    """`info` has the numbers that sizes depend on; its mask token and checksums mean nothing. `parameters` counts all of the checkpoint."""
+    """`info` has the numbers that sizes depend on; its mask token and checksums mean nothing. `parameters` counts all of the checkpoint, 0 where it isn't known."""
 
     info: TargetInfo
     parameters: int

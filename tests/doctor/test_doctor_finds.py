@@ -143,7 +143,7 @@ def test_a_gpu_too_small_for_the_configuration(tmp_path: Path) -> None:
     (drafter,), (feeder,) = about(findings, "memory, cuda:0"), about(findings, "memory, cuda:1")
     assert (drafter.level, feeder.level) == ("red", "green")
     assert "24.0 GiB" in drafter.found
-    assert "train.micro_batch_rows" in drafter.remedy
+    assert drafter.remedy.startswith("lower train.micro_batch_rows")
     assert any("16 bytes" in line or "8·P, P" in line or "8·P" in line for line in drafter.details)
     assert exit_code(findings) != 0
 
@@ -261,6 +261,16 @@ def test_a_feeder_of_another_run_and_one_that_serves_other_rows(tmp_path: Path) 
         (finding,) = check_feeders(other_run, 20.0, 0.0)[0].findings
         assert finding.level == "red"
         assert "serves the run 'run'" in finding.found
+
+
+def test_a_host_that_only_trains_learns_the_sizes_from_a_feeder(tmp_path: Path) -> None:
+    with feeder(synthetic_plan(256)) as endpoint:
+        target = {"path": str(tmp_path / "not-here"), "device": "auto"}
+        config = config_of(tmp_path, feed={"endpoints": [endpoint]}, target=target, train={"device": "auto"})
+        found = list(examine(config, probe=False, role="drafters", gpus_of=lambda: gpus_of(80, 1)))
+    assert about(found, "target")[0].found.startswith("synthetic: bfloat16")
+    assert [finding.about for finding in about(found, "memory, cuda")] == ["memory, cuda:0"]
+    assert not [finding for finding in found if finding.level == "red" and finding.about != "CUDA"]
 
 
 def test_asking_takes_no_ranks_place_and_no_row(tmp_path: Path) -> None:
