@@ -29,6 +29,7 @@ from dflash_mp.stream.wakeup import Wakeup
 _CONNECTIONS = 32  # at a time
 _REQUEST_SECONDS = 2.0  # for the request, which is sent at once
 _CLAIM_SECONDS = 30.0
+_MOST_ROWS = 256  # in a ring: memory for more small rows ahead would be taken for nothing
 
 
 @dataclass
@@ -184,7 +185,7 @@ class LaneOffers:
 
     def _reserve(self, request: rm.RingRequest) -> _Pending:
         """Set rows of the feeder's memory aside. Raises `LaneError` if the drafter's share is too small."""
-        wanted = max(request.least, request.window_bytes // self._row_bytes)
+        wanted = max(request.least, min(request.window_bytes // self._row_bytes, _MOST_ROWS))
         with self._lock:
             taken = sum(pending.rows for peer, pending in self._pending.items() if peer != request.peer)
             left = self._capacity - taken - self._rows_in_use(request.peer)

@@ -1,9 +1,11 @@
-"""However the rows travel, training them gives the same bits: through sockets or not, from one feeder or two, on one rank or three."""
+"""However the rows travel, training them gives the same bits: by either lane or none, from one feeder or two, on one rank or three."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +111,17 @@ def test_streamed_training_equals_training_without_sockets(run_file: Path, strea
 def test_two_feeders_give_the_same_bits_as_one(run_file: Path, streamed: Path, tmp_path: Path) -> None:
     run(run_file, tmp_path, "feed.count=2")
     assert differing(streamed, tmp_path) == []
+
+
+def test_both_lanes_give_the_same_bits(run_file: Path, streamed: Path, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="dflash-mp-") as directory:
+        # Five bytes longer, for the lane's own socket, this path would be too long.
+        path = f"{directory}/{'x' * (104 - len(directory))}"
+        run(run_file, tmp_path, f"feed.endpoints=['ipc://{path}']")
+        assert os.listdir(directory) == []
+    assert differing(streamed, tmp_path) == []
+    for run_dir, lane in ((streamed, "shared_memory ("), (tmp_path, "inband (the path ")):
+        assert f", lane {lane}" in (run_dir / "logs" / "drafters.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
