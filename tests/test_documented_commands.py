@@ -77,6 +77,10 @@ NOT_RUN = (
         r"^dflash-mp bench",
         "minutes, or a GPU; tests/test_bench_*.py, tests/stream and tests/integration/test_chaos.py run it small",
     ),
+    (
+        r"train\.(objective|schedule)=",
+        "the run above with another objective; tests/drafter/test_objectives.py trains with each",
+    ),
     (r"_DFLASH_MP_COMPLETE", "for a shell's start-up file; tests/test_cli.py asks for each script"),
     (r"--profile|--log-format| -q\b", "tests/integration/test_logs_and_profile.py runs it"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -167,7 +168,7 @@ def test_what_may_pass_is_tried_again(server: Server, prompts: Path) -> None:
     code, said = run(server, prompts)
     assert code == 0, said
     assert "status 503: starting" in said
-    assert said.count("attempt 2 of 6") == 3
+    assert len(re.findall(r"attempt \d of 6", said)) == 3
     assert [record["index"] for record in answers(prompts)] == list(range(13))
 
 
