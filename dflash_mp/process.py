@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dflash_mp.errors import DflashError
@@ -70,6 +72,28 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def watch_signals(numbers: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
+    """Have `act` called, in a thread, for each of these signals that comes. Call it from the main thread, once in a process.
+
+    The main thread may be in a collective, a compilation or a kernel for minutes, or hang there: Python's own handlers, which run
+    in it, would have to wait.
+    """
+    watched = set(numbers)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in watched:
+        signal.signal(number, lambda number, frame: None)
+
+    def watch() -> None:
+        while True:
+            number = os.read(reading, 1)[0]
+            if number in watched:
+                act(signal.Signals(number))
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def _lives(mark: str) -> bool:

@@ -1,7 +1,7 @@
 """Run several processes as one: they start together, end together, and the first failure is the failure of all.
 
-A part either *works* (the run is over when all working parts are done) or *serves* (it runs until it is told to stop; ending earlier is a
-failure). `supervise` returns when the work is done, or was stopped in order by Ctrl-C, SIGTERM or SIGHUP: every working part then ended with 0,
+A part either *works* (the run is over when all working parts are done) or *serves* (it runs until it is told to stop). `supervise` returns
+when the work is done, or was stopped in order by Ctrl-C, SIGTERM or SIGHUP, to it or to a serving part: every working part then ended with 0,
 which says that it saved what it had. It raises `PartFailed` with the first failure's exit code and last log lines, or `Stopped`
 (exit code 128 + signal) when the stop lost something. A first signal asks the working parts to stop, then the
 serving ones, and waits a bounded time for each; a second signal does not wait. However it ends, no process of the run is
@@ -12,6 +12,7 @@ its children (`dflash_mp.child`). Polling costs a few system calls per tenth of 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
 import signal
@@ -27,6 +28,7 @@ from dflash_mp import logs
 from dflash_mp.errors import DflashError
 from dflash_mp.process import MARK, children_of, mark_of, marked_processes, send_signal
 
+log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 _KILL_SECONDS = 10.0
 _TAIL_LINES = 12
@@ -155,15 +157,22 @@ def supervise(
 def _until_over(
     running: Sequence[Running], received: list[int], watch: Callable[[Sequence[Running]], None]
 ) -> Running | None:
-    """Wait for the end of the work or a signal (None), or for the first part that fails."""
+    """Wait for the end of the work or a signal (None), or for the first part that fails.
+
+    A serving part that ends in order was asked to stop, by somebody who meant the run: that counts as a signal.
+    """
     while not received:
         watch(running)
         codes = [(one, one.exit_code) for one in running]
         if all(code == 0 for one, code in codes if not one.part.serves):
             return None
         for one, code in codes:
-            if code is not None and (code != 0 or one.part.serves):
+            if code:
                 return one
+            if code == 0 and one.part.serves:
+                log.warning("%s was stopped, so the run stops", one.part.name)
+                received.append(signal.SIGTERM)
+                return None
         time.sleep(_TICK_SECONDS)
     return None
 
@@ -209,9 +218,8 @@ def _kill_all(mark: str, running: Sequence[Running]) -> None:
 
 
 def _failure(failed: Running, code: int) -> PartFailed:
-    how = "ended while it was still needed" if failed.process.returncode == 0 else f"failed (exit code {code})"
     return PartFailed(
-        f"{failed.part.name} {how}; its last lines:\n{failed.last_lines()}",
+        f"{failed.part.name} failed (exit code {code}); its last lines:\n{failed.last_lines()}",
         f"all of it is in {failed.part.log}; the same command resumes from the last checkpoint",
         code,
     )

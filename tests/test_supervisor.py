@@ -65,15 +65,16 @@ def test_last_lines_are_those_of_this_start(tmp_path: Path) -> None:
     assert "an older error" in (tmp_path / "drafters.log").read_text()
 
 
-def test_a_serving_part_that_ends_early_is_a_failure_even_without_an_error(tmp_path: Path) -> None:
-    with supervised(
-        part(tmp_path, "feeder", shell("echo bye"), serves=True), part(tmp_path, "drafters", FOREVER)
-    ) as run:
+def test_a_serving_part_that_was_asked_to_stop_stops_the_run_in_order(tmp_path: Path) -> None:
+    drafters = part(tmp_path, "drafters", ORDERLY)
+    until_up = shell(f"until grep -qx up {drafters.log}; do sleep 0.05; done")
+    feeder = part(tmp_path, "feeder", until_up, serves=True)
+    with supervised(feeder, drafters) as run:
         code, output = run.finish()
         assert run.processes() == []
-    assert code == 1
-    assert "feeder ended while it was still needed" in output
-    assert "bye" in output
+    assert code == 0
+    assert "stopped in order by SIGTERM" in output
+    assert "stopped at" in output_of(drafters)
 
 
 def test_a_part_ended_by_a_signal_counts_as_128_more(tmp_path: Path) -> None:

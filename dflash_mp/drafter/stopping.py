@@ -1,8 +1,7 @@
 """SIGTERM and SIGINT of a rank: the first asks for a stop, which all ranks then agree on; the second ends the process.
 
-A thread reads the signals, because the main thread may be inside a collective, a compilation or a kernel for minutes, where no Python signal
-handler runs. It also tells the other ranks, through the store that they met at: one of them may wait for a row that doesn't come, while
-this rank waits for it. Before training begins there is nothing to save, and the first signal ends the process.
+A thread takes the signals, because the main thread may be inside a collective or a compilation for minutes. It also tells the other ranks,
+through the store that they met at: one of them may wait for a row that doesn't come, while this rank waits for it. Before training begins there is nothing to save, and the first signal ends the process.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 
 import torch.distributed as dist
 
+from dflash_mp.process import watch_signals
 from dflash_mp.stream.client_patience import StopRequest
 
 log = logging.getLogger(__name__)
@@ -32,12 +31,7 @@ class Stopping:
         self._told: StopRequest | None = None  # by another rank
         self._store: dist.Store | None = None
         self._asked_at = 0.0
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
+        watch_signals((signal.SIGTERM, signal.SIGINT), self._on_signal)
 
     def share(self, store: dist.Store | None) -> None:
         """Exchange requests with the other ranks through `store`; None in a world of one."""
@@ -61,17 +55,13 @@ class Stopping:
                 self._lose_store(error)
         return self._told
 
-    def _watch(self, reading: int) -> None:
-        while True:
-            number = signal.Signals(os.read(reading, 1)[0])
-            if number not in (signal.SIGTERM, signal.SIGINT):
-                continue
-            now = time.monotonic()
-            if not self.training or (self.requested is not None and now - self.requested.at > _SAME_SECONDS):
-                os._exit(128 + number)
-            if self.requested is None:
-                self.requested = StopRequest(number, now)
-                self._tell(number)
+    def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if not self.training or (self.requested is not None and now - self.requested.at > _SAME_SECONDS):
+            os._exit(128 + number)
+        if self.requested is None:
+            self.requested = StopRequest(number, now)
+            self._tell(number)
 
     def _tell(self, number: signal.Signals) -> None:
         if self._store is not None:

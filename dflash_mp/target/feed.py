@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 from dataclasses import replace
-from types import FrameType
 
 import torch
 
@@ -23,7 +22,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.data.store import PreparedDataset, open_dataset
 from dflash_mp.errors import ConfigError, DataError
 from dflash_mp.monitor.samples import feeder_endpoint
-from dflash_mp.process import die_with_parent
+from dflash_mp.process import die_with_parent, watch_signals
 from dflash_mp.stream.endpoints import check_available
 from dflash_mp.stream.feeder import Compute, FeederService
 from dflash_mp.stream.handshake import expectations
@@ -140,21 +139,20 @@ def _placed(config: RunConfig, index: int) -> tuple[str, RunConfig]:
 
 
 class _StopRequest:
-    """SIGTERM and SIGINT: the first ends the loading or asks the service to stop, the second ends the process."""
+    """SIGTERM and SIGINT: the first ends the loading or asks the service to stop, the second ends the process, a target that hangs included."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self._serving = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        watch_signals((signal.SIGTERM, signal.SIGINT), self._on_signal)
 
     def serving(self) -> None:
         """From now on the service looks at `event`."""
         self._serving = True
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self.event.is_set():
             os._exit(128 + number)
         self.event.set()
         if not self._serving:
-            raise SystemExit(0)
+            os._exit(0)
