@@ -40,7 +40,7 @@ def choose(
     if config.gpus is None:
         return loaded, overrides
     on_gpus = _check_gpus(config, config.gpus)
-    sizes = kept_split(config)
+    sizes = (1, 1) if config.gpus == 2 else kept_split(config)
     if sizes is None:
         sizes = _measured(loaded, overrides, config.gpus, on_gpus, watch, environment)
     feeders, drafters = sizes
@@ -120,7 +120,7 @@ def _measured(
     for line in reasons(pace, gpus, batch, chosen):
         log.info("%s", line)
     log.info(
-        "%d of the %d feed, %d train: every other split would be slower",
+        "%d of the %d feed, %d train: no other split is faster",
         chosen.feeders,
         gpus,
         chosen.drafters,

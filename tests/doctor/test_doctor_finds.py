@@ -23,6 +23,7 @@ from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan, sy
 from dflash_mp.bench.tiny_run import tiny_tree
 from dflash_mp.cli import main
 from dflash_mp.config import RunConfig
+from dflash_mp.data.row import RowKey
 from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
 from dflash_mp.doctor.checks import examine
 from dflash_mp.doctor.devices import Gpu, check_gpus
@@ -277,13 +278,12 @@ def test_asking_takes_no_ranks_place_and_no_row(tmp_path: Path) -> None:
     plan = synthetic_plan(64)
     with feeder(plan) as endpoint, RowClient([endpoint], synthetic_expectations_of(plan)) as client:
         client.connect()
-        from dflash_mp.data.row import RowKey
-
-        client.schedule(iter([RowKey("train", 0), RowKey("train", 1)]))
+        client.schedule(iter([RowKey("train", 0)]))
         client.take(RowKey("train", 0)).release()
         answer = ask(endpoint, synthetic_expectations_of(plan), seconds=20.0)
         assert answer.welcome is not None
         assert abs(answer.clock_ahead or 0.0) <= 1.0 + answer.round_trip
+        client.schedule(iter([RowKey("train", 1)]))
         client.take(RowKey("train", 1)).release()
         assert client.stats.reasked == 0
 
