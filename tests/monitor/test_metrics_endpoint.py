@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -96,9 +97,21 @@ def test_a_taken_port_is_one_warning_with_the_remedy_and_the_process_goes_on(cap
 def test_clients_that_say_nothing_keep_nobody_out_for_long(
     shown: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module._Handler, "timeout", 0.5)
+    monkeypatch.setattr(module._Handler, "timeout", 3.0)  # a thread may take a tenth of a second to start
+    most_threads, setup = [0], module._Handler.setup
+
+    def counting(handler: module._Handler) -> None:
+        most_threads[0] = max(most_threads[0], threading.active_count())
+        setup(handler)
+
+    monkeypatch.setattr(module._Handler, "setup", counting)
+    threads = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", shown.port or 0)) for _ in range(module._CLIENTS + 4)]
     try:
+        assert all(
+            one.recv(1) == b"" for one in silent
+        )  # those that found no room at once, the others after the time-out
+        assert most_threads[0] - threads <= module._CLIENTS
         deadline = time.monotonic() + WAIT
         while True:
             try:
