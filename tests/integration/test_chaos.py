@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -17,13 +18,14 @@ from dflash_mp.bench.chaos_kills import Deck
 from dflash_mp.bench.chaos_report import STEPS, VICTIMS, ChaosReport, Kill, compare
 
 
+@pytest.mark.timeout(600)
 def test_a_few_kills_leave_no_trace(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "chaos", "--kills", "5", "--seed", "3", "--no-compile"]
+    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "chaos", "--kills", "3", "--seed", "3", "--no-compile"]
     done = subprocess.run(
-        [*command, "--seconds", "60", "--out", str(tmp_path / "chaos")],
+        [*command, "--seconds", "40", "--out", str(tmp_path / "chaos")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=570,
         check=False,
         env={**os.environ, "COLUMNS": "160"},
     )
