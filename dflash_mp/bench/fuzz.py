@@ -51,7 +51,7 @@ class FuzzReport:
     by_sockets: int = 0
     rows: int = 0  # that honest drafters got, bit for bit
     drafters: int = 0  # started
-    growth_bytes: int = 0  # of resident memory, from a tenth of the messages on
+    growth_bytes: int = 0  # of resident memory, from a tenth of each part (without sockets, with them) to its end
     seconds: float = 0.0
 
     @property
@@ -79,10 +79,9 @@ def fuzz(messages: int, seed: int, say: Callable[[str], None] = lambda text: Non
     with tempfile.TemporaryDirectory(prefix="dmp-fuzz-") as directory, _quiet():
         corpus = record(Path(directory), plan)
         say(f"a conversation of {len(corpus)} messages is the corpus")
-        resident = _in_process(Path(directory), plan, seed, corpus, in_process, report, say)
+        _in_process(Path(directory), plan, seed, corpus, in_process, report, say)
         say(f"{in_process} messages without sockets in {time.monotonic() - begun:.0f} s")
         _through_sockets(Path(directory), plan, seed, corpus, by_sockets, report)
-        report.growth_bytes = max(0, _resident() - resident)
     report.seconds = time.monotonic() - begun
     if report.growth_bytes > _GROWTH_BYTES:
         raise DflashError(
@@ -99,8 +98,7 @@ def _in_process(
     messages: int,
     report: FuzzReport,
     say: Callable[[str], None],
-) -> int:
-    """Resident memory after a tenth of the messages."""
+) -> None:
     feeder = FeederFuzz(f"ipc://{directory}/fuzz.sock", plan, seed, corpus)
     drafter = DrafterFuzz(plan, seed, corpus)
     resident = 0
@@ -113,13 +111,13 @@ def _in_process(
                 say(f"{number} messages, {_resident() / 2**20:.0f} MiB")
         feeder.finish()
         drafter.finish()
+        report.growth_bytes += max(0, _resident() - resident)
     finally:
         feeder.close()
         drafter.close()
     report.feeder.add(feeder.tally)
     report.drafter.add(drafter.tally)
     report.rows, report.drafters = feeder.rows + drafter.rows, drafter.drafters
-    return resident
 
 
 def record(directory: Path, plan: StreamPlan) -> list[Frames]:
@@ -194,14 +192,17 @@ def _through_sockets(
         hostile = stack.enter_context(_Flood(service.endpoint, draw, corpus))
         taken, ordinals = 0, iter(range(10**9))
         client.schedule(RowKey("train", n) for n in ordinals)
-        before = report.drafter.types.total()
+        before, resident = report.drafter.types.total(), 0
         while report.by_sockets < messages:
+            if not resident and report.by_sockets >= messages // 10:
+                resident = _resident()
             hostile.send(64, report.feeder)
             taken += _take_right(client, RowKey("train", taken))
             report.by_sockets = hostile.messages + report.drafter.types.total() - before
         for _ in range(50):
             taken += _take_right(client, RowKey("train", taken))
         report.rows += taken
+        report.growth_bytes += max(0, _resident() - resident)
 
 
 def _take_right(client: RowClient, key: RowKey) -> int:
