@@ -100,7 +100,7 @@ def _write(request: Request, file: AnswerFile, answerer: _Answerer, say: Callabl
         fresh += len(answered)
         tokens += sum(answer.tokens for answer in answered)
         now = time.monotonic()
-        if now - last > _REPORT_SECONDS:
+        if fresh and now - last > _REPORT_SECONDS:
             say(f"{len(before) + fresh:,} conversations, {tokens / (now - started):,.0f} tokens/s in finished answers")
             last = now
     seconds = time.monotonic() - started

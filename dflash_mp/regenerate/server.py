@@ -139,6 +139,7 @@ class _Client:
         return Answered(conversation, messages, reason, tokens)
 
     def stop(self) -> None:
+        """End what `answer` waits for, and let it fail; from any thread."""
         self.stopped.set()
         connection = self._connection
         if connection is not None and connection.sock is not None:
