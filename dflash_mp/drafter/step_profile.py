@@ -39,6 +39,7 @@ class StepProfile:
         self._request = request if request is not None and rank in request.ranks else None
         self._directory, self._rank, self._cuda = run_dir / "profile", rank, device.type == "cuda"
         self._profiler: torch.profiler.profile | None = None
+        self._first = 0  # step of the profile that is being taken
         if self._request is not None:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -56,13 +57,13 @@ class StepProfile:
             return
         if self._profiler is None:
             self._begin(step)
-        done = False
+        goes_on = False
         try:
             with torch.profiler.record_function(f"step {step}"):
                 yield
-            done = step < request.last
+            goes_on = step < request.last
         finally:
-            if not done:
+            if not goes_on:
                 self._end(step)
 
     def close(self, step: int) -> None:
@@ -95,6 +96,9 @@ class StepProfile:
             self._write(profiler, stem)
         except (OSError, RuntimeError) as error:
             log.error("the profile could not be written to %s: %s", self._directory, error)
+        finally:
+            if self._cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, profiler: torch.profiler.profile, stem: str) -> None:
         trace = self._directory / f"{stem}.trace.json.gz"
@@ -103,7 +107,6 @@ class StepProfile:
         if self._cuda:
             written.append(self._directory / f"{stem}.memory.pickle")
             torch.cuda.memory._dump_snapshot(str(written[-1]))
-            torch.cuda.memory._record_memory_history(enabled=None)
         for file in written:
             if not file.is_file():
                 raise OSError(f"{file.name} is missing")
