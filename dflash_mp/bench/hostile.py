@@ -243,28 +243,35 @@ def _never_reads(endpoint: str, plan: StreamPlan, go_on: GoOn) -> int:
     return attempts
 
 
-def _replays(endpoint: str, plan: StreamPlan, go_on: GoOn) -> int:
-    """A whole conversation, right when it was first said, said again and again, and backwards."""
+def _conversation(plan: StreamPlan) -> list[bytes]:
+    """HELLO and what may follow it."""
     hello = m.Hello(m.VERSION, "parrot", os.urandom(4).hex(), 0, 2, synthetic_expectations(plan), None, ("inband",))
-    said: list[m.Message] = [
-        hello,
-        m.Get((m.RowRequest(1, RowKey("train", 1)),)),
-        m.Release(1, 0),
-        m.Ping(1, 1),
-        m.Bye("done", ""),
-    ]
-    return _flood(endpoint, [m.encode(message) for message in [*said, *reversed(said), *said[:2]]], go_on)
+    said: list[m.Message] = [hello, m.Get((m.RowRequest(1, RowKey("train", 1)),)), m.Release(1, 0), m.Ping(1, 1)]
+    return [m.encode(message) for message in [*said, m.Bye("done", "")]]
+
+
+def _replays(endpoint: str, plan: StreamPlan, go_on: GoOn) -> int:
+    """What was right when it was first said, said again and again, forwards and backwards, after one greeting."""
+    hello, *said = _conversation(plan)
+    return _flood(endpoint, [*said, *reversed(said), *said[:2]], go_on, first=hello)
+
+
+def _guests(endpoint: str, plan: StreamPlan, go_on: GoOn) -> int:
+    """Whole conversations: each is a drafter that may come, takes its turn with the rows that it asks for, and goes."""
+    return _flood(endpoint, _conversation(plan), go_on)
 
 
 def _garbage(endpoint: str, plan: StreamPlan, go_on: GoOn) -> int:
     return _flood(endpoint, [os.urandom(200) for _ in range(50)], go_on)
 
 
-def _flood(endpoint: str, frames: list[bytes], go_on: GoOn) -> int:
+def _flood(endpoint: str, frames: list[bytes], go_on: GoOn, first: bytes | None = None) -> int:
     attempts = 0
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(endpoint)
+        if first is not None:
+            dealer.send(first)
         while go_on():
             for frame in frames[attempts % len(frames) :][:10]:
                 with contextlib.suppress(zmq.Again):
@@ -282,6 +289,7 @@ ATTACKS: dict[str, Attack] = {
     "a message without end": _again_and_again(_endless_message),
     "garbage": _garbage,
     "replays": _replays,
+    "drafters that come and go": _guests,
     "a peer that never reads": _never_reads,
     "a thousand idle connections": _connections(zmtp.dealer, _IDLE_CONNECTIONS),
     "a thousand half handshakes": _connections(_half_open, _IDLE_CONNECTIONS),

@@ -2,7 +2,7 @@
 
 libzmq bounds a frame but not the number of frames of a message, and hands a message over when its last frame is there: a peer whose message
 never ends fills memory that nobody sees. Nor does it bound connections that say nothing. So the sockets themselves are looked at
-twenty times a second. A connection is cut off when it sends what never becomes a message: by TCP, more than 4 MiB since its last
+many times a second. A connection is cut off when it sends what never becomes a message: by TCP, more than 1 MiB since its last
 whole message; elsewhere, when bytes wait on it in a fifth look since then (how fast or in what bursts makes no difference to what it gets in,
 a few tenths of a second's worth). It is cut off when it brought no message for `silent_seconds`; and, the oldest that never brought
 one first, when there are too many. Whoever is cut off unjustly, because this process could not read for long, connects
@@ -21,9 +21,9 @@ import termios
 import time
 from dataclasses import dataclass
 
-_LOOK_SECONDS = 0.05
+LOOK_SECONDS = {True: 0.02, False: 0.05}  # by TCP, or not
 _LOOKS = 5  # with bytes waiting and no message since
-_UNFINISHED_BYTES = 4 << 20
+_UNFINISHED_BYTES = 1 << 20
 _MOST = 4096
 _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128  # struct tcp_info: its size up to, and the place of, tcpi_bytes_received
 
@@ -67,7 +67,7 @@ class Connections:
     def look(self) -> int:
         """Cut off whoever must be, when it is time to look again; returns how many."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+        if now - self._looked < LOOK_SECONDS[self._tcp]:
             return 0
         stopped, self._looked = now - self._looked > self._silent_seconds / 2, now
         if stopped:  # this process was: nobody is to blame

@@ -18,7 +18,7 @@ import zmq
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
-from dflash_mp.stream.connections import Connections
+from dflash_mp.stream.connections import LOOK_SECONDS, Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
 from dflash_mp.stream.feeder_peers import OUTSTANDING, Peer, Peers
@@ -33,7 +33,6 @@ from dflash_mp.stream.weights import WeightsServer
 
 _READS_PER_ROUND = 128  # frames
 _BLOCKED_POLL_MS = 2  # a ROUTER can't be polled for room in one peer's pipe
-_IDLE_POLL_MS = 50  # connections are looked at as often
 _BYE_SECONDS = 2.0
 _PROBE_SECONDS = 2.0  # drafters ping once a second
 
@@ -134,7 +133,7 @@ class FeederIo:
         poller.register(self._wakeup.fd, zmq.POLLIN)
         for gate in self._gate.sockets:
             poller.register(gate, zmq.POLLIN)
-        idle_ms = min(_IDLE_POLL_MS, int(self._silent_seconds * 250))
+        idle_ms = min(int(1000 * LOOK_SECONDS[ipc_path(self.endpoint) is None]), int(self._silent_seconds * 250))
         timeout, last = 0, time.monotonic()
         while self._leaving is None:
             ready = dict(poller.poll(timeout))
