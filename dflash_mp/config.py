@@ -214,7 +214,7 @@ class MetricsConfig(_Section):
     )
     endpoints: list[str] = Field(
         default_factory=list,
-        description="HOST:PORT of each process that `dflash-mp top` reads; default: all feeders and ranks of this host",
+        description="HOST:PORT of each process that `dflash-mp top` reads; default: the run's feeders and this host's ranks",
     )
 
 

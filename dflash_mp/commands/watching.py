@@ -13,7 +13,7 @@ from dflash_mp.options import Command, load
 @click.command(
     cls=Command,
     examples=(
-        "dflash-mp top -c run.yaml    # this host's feeders and ranks",
+        "dflash-mp top -c run.yaml    # the feeders, and this host's ranks",
         "dflash-mp top --endpoint 10.0.0.5:17400 --endpoint 10.0.0.6:17500",
         "dflash-mp top -c run.yaml --once | grep waits",
     ),

@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dflash_mp.errors import DflashError
 from dflash_mp.logs import redacted
 
@@ -49,8 +51,11 @@ class RunRecord:
     @property
     def steps(self) -> int | None:
         """Steps to train, as configured."""
-        found = re.search(r"^train:\n(?:[ \t]+.*\n)*?[ \t]+steps: (\d+)", self.config, re.MULTILINE)
-        return int(found[1]) if found else None
+        try:
+            steps = yaml.safe_load(self.config)["train"]["steps"]
+        except (yaml.YAMLError, LookupError, TypeError):
+            return None
+        return steps if isinstance(steps, int) else None
 
     @property
     def last_step(self) -> int:

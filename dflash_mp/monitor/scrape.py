@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -58,23 +59,33 @@ class Reading:
 
 
 def endpoints_of(config: RunConfig) -> list[str]:
-    """`metrics.endpoints`, or those of all feeders and ranks of this host. Raises `ConfigError` if there are none."""
+    """`metrics.endpoints`, or those of the run's feeders and of this host's ranks. Raises `ConfigError` if there are none.
+
+    Feeders are looked for on this host, and at the address of their tcp endpoint where `metrics.address` lets other hosts read.
+    """
     metrics = config.metrics
     if metrics.endpoints:
         return list(metrics.endpoints)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(metrics.address, metrics.address)
-    host = f"[{host}]" if ":" in host else host
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(metrics.address, metrics.address)
+    here = f"[{here}]" if ":" in here and not here.startswith("[") else here
     found = []
     if metrics.feeder_port is not None:
-        found += [f"{host}:{metrics.feeder_port + i}" for i in range(len(config.feeder_endpoints()))]
+        for index, endpoint in enumerate(config.feeder_endpoints()):
+            tcp = re.fullmatch(r"tcp://(.+):\d+", endpoint)
+            elsewhere = tcp is not None and not _is_loopback(metrics.address)
+            found.append(f"{tcp[1] if tcp is not None and elsewhere else here}:{metrics.feeder_port + index}")
     if metrics.rank_port is not None:
-        found += [f"{host}:{metrics.rank_port + r}" for r in range(config.train.drafters)]
+        found += [f"{here}:{metrics.rank_port + r}" for r in range(config.train.drafters)]
     if not found:
         raise ConfigError(
             "metrics.feeder_port and metrics.rank_port are null: this run shows no figures",
             "set a port and start the run again, or name endpoints with --endpoint",
         )
     return found
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
