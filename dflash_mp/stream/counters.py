@@ -88,11 +88,11 @@ def feeder_counters(peers: Peers, io: FeederIo, pool: SlotPool, layout: RowLayou
 
 def client_counters(io: ClientIo) -> ClientCounters:
     """The counters of the drafter that talks through `io`, connected or not yet."""
-    window = io.window
+    window, links = io.window, list(io.links)  # feeders may join and leave meanwhile
     return ClientCounters(
         bytes=0 if window is None else window.rows * io.row_bytes,
-        rows_by_feeder={link.endpoint: link.rows for link in io.links},
-        connected={link.endpoint: link.state == "live" for link in io.links},
+        rows_by_feeder={link.endpoint: link.rows for link in links},
+        connected={link.endpoint: link.state == "live" for link in links},
         seconds_waited=0.0 if window is None else window.waited(),
         window={} if window is None else window.states(),
         window_bytes=0 if window is None else window.size * io.row_bytes,
