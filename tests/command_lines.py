@@ -108,6 +108,11 @@ def _has(program: str) -> bool:
     return shutil.which(program) is not None
 
 
+def without_variables(text: str) -> str:
+    """`text` without what is set before its first word."""
+    return re.sub(r"^(?:_?[A-Z][A-Z0-9_]*=\S+ )+(?!dflash-mp)", "", text)
+
+
 def without_comment(text: str) -> str:
     return re.sub(r"\s+#\s.*$", "", text).strip()
 
@@ -169,7 +174,8 @@ def _parse(command: click.Command, words: Sequence[str], whole: bool) -> None:
         value = values.get(parameter.name or "")
         given = value not in (None, (), []) and type(value).__name__ != "Sentinel"
         _require(given or not (whole and parameter.required), f"{parameter.name} is missing")
-        if given and not _is_file(parameter.type) and not getattr(parameter, "is_flag", False):
+        stands_for_one = isinstance(value, str) and re.fullmatch(r"[A-Z]+", value)
+        if given and not (stands_for_one or _is_file(parameter.type) or getattr(parameter, "is_flag", False)):
             parameter.type_cast_value(context, value)
 
 
