@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from slot_runs import LENGTHS, NEW, prompts, write
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_mp.bench.tiny import write_tiny_target
@@ -19,9 +19,6 @@ from dflash_mp.regenerate.choice import choose, uniforms
 from dflash_mp.regenerate.slot_cache import SlotMasks
 from dflash_mp.regenerate.slots import SlotOptions, Slots
 from dflash_mp.target.load import Target, load_target
-
-NEW = 24
-_LENGTHS = (1, 2, 33, 70, 5, 40, 129, 12)
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +34,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
         return loaded[family]
 
     return get
-
-
-def prompts() -> list[list[int]]:
-    draw = random.Random(1)
-    return [[draw.randrange(200) for _ in range(length)] for length in _LENGTHS]
-
-
-def write(
-    target: Target, slots: int, sampling: Sampling = GREEDY, stops: tuple[int, ...] = ()
-) -> list[tuple[list[int], bool]]:
-    """The answers to `prompts()`, with `slots` of them at a time."""
-    engine = Slots(target, SlotOptions(slots, NEW, stops, sampling), print)
-    waiting = list(enumerate(prompts()))
-    running: dict[int, int] = {}
-    answers: dict[int, tuple[list[int], bool]] = {}
-    while waiting or running:
-        free = engine.free()[: len(waiting)]
-        if free:
-            taken = [waiting.pop(0) for _ in free]
-            numbers = [uniforms(3, number, 0, NEW) for number, _ in taken]
-            engine.fill(free, [prompt for _, prompt in taken], numbers)
-            running.update(zip(free, (number for number, _ in taken), strict=True))
-        engine.advance(5)
-        for text in engine.take():
-            answers[running.pop(text.slot)] = text.tokens, text.stopped
-    return [answers[number] for number in sorted(answers)]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "gemma2"])
@@ -81,7 +52,7 @@ def test_greedy_answers_are_those_of_the_librarys_own_generation(family: str, lo
 def test_an_answer_does_not_depend_on_its_neighbours(sampling: Sampling, load: Callable[[str], Target]) -> None:
     alone = write(load("qwen3"), 1, sampling)
     assert write(load("qwen3"), 3, sampling) == alone
-    assert write(load("qwen3"), len(_LENGTHS) + 2, sampling) == alone
+    assert write(load("qwen3"), len(LENGTHS) + 2, sampling) == alone
 
 
 def test_an_answer_ends_with_the_first_stop_token(load: Callable[[str], Target]) -> None:
