@@ -69,7 +69,8 @@ def drafter_memory(
     """Of one rank that computes in values of `width` bytes; `feature_bytes` is the size of a value on the stream."""
     p, w = shape.parameter_count(), width
     rows = train.micro_batch_rows
-    row_bytes = rows * row_tokens * (shape.feature_width * feature_bytes + 13)
+    last_hidden = shape.hidden_size if train.objective == "distill" else 0
+    row_bytes = rows * row_tokens * ((shape.feature_width + last_hidden) * feature_bytes + 13)
     copies = 2 + (rows > 1)
     frozen = (1 if tied else 2) * w * shape.vocab_size * shape.hidden_size
     masters = (Term("masters", f"4·P, P = {p / 1e6:,.1f} M", 4 * p),) if w < 4 else ()
@@ -136,4 +137,7 @@ def _loss(shape: DrafterShape, train: TrainConfig, w: int) -> Term:
     first = min(_CHUNK, slots)
     second = min(_CHUNK, slots - first)
     values = max((w + 8) * first, (w + 4) * first + 8 * second if second else 0)
-    return Term("loss", f"V × {first} positions in {w} bytes, and up to three times in fp32", values * shape.vocab_size)
+    formula = f"V × {first} positions in {w} bytes, and up to three times in fp32"
+    if train.objective == "distill":
+        values, formula = 2 * values, f"{formula}, for the target's distribution as well"
+    return Term("loss", formula, values * shape.vocab_size)
