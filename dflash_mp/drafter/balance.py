@@ -15,7 +15,6 @@ from dflash_mp.config import TrainConfig
 from dflash_mp.split import Batch, Split, advice
 from dflash_mp.stream.pace import FeedersPace
 
-
 _ADVICE_SECONDS = 60.0
 
 

@@ -12,7 +12,7 @@ from synthetic_rows import SyntheticRow, SyntheticRows, make_config, make_traine
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.drafter import state
-from dflash_mp.drafter.balance import Balance
+from dflash_mp.drafter.balance import Balance, RowWaits
 from dflash_mp.drafter.metrics import StepSums
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.trainer import train
@@ -72,3 +72,22 @@ def test_a_feeders_pace_is_its_rows_over_the_time_that_it_computed() -> None:
     assert pace == FeedersPace(2, 3.0 + 1.0)
     restarted = meter.read({"a": Pong(3, 4, 0, None, 0.0, 2.0), "b": None})
     assert restarted == FeedersPace(2, 2 * 2.0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_wait_counts_only_while_the_gpu_has_nothing_to_do() -> None:
+    """The host waits 0.2 s twice: once beside work that takes longer, once with the device idle."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    cycles = int(0.6 * torch.cuda.get_device_properties(device).clock_rate * 1000)
+    waits = RowWaits(device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)
+    with waits.waiting():
+        time.sleep(0.2)
+    assert waits.seconds() < 0.1
+    torch.cuda.synchronize()
+    with waits.waiting():
+        time.sleep(0.2)
+    assert 0.15 < waits.seconds() < 0.6
