@@ -279,7 +279,7 @@ class ClientIo:
         link.go_live(welcome)
         log.info("%s: connected to %s, lane %s", self._who, link.endpoint, link.describe_lane())
         if (mismatch := torch_mismatch(hello.software, welcome.software)) is not None:
-            log.warning("%s: warning: the feeder %s: %s", self._who, link.endpoint, mismatch)
+            log.warning("%s: the feeder %s: %s", self._who, link.endpoint, mismatch)
         self._notify()
 
     def _refused(self, link: Link, refusal: m.Refused) -> None:
