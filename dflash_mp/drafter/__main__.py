@@ -95,7 +95,7 @@ def _train(config: RunConfig, stop: Stopping, profile: ProfileRequest | None) ->
         record.tokens_per_step = config.train.rows_per_step * plan.data.row_tokens
         weights = client.fetch_weights()
         trainer = state.build_trainer(config, plan, weights.embedding, weights.head, client, world, found)
-        record.resume(trainer.step)
+        record.follow(lambda: trainer.step)
         report.say(
             f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {world.size} drafter process"
             f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "

@@ -101,7 +101,7 @@ class Reporter:
             self._lines.flush()
             for name, value in curves(figures):
                 self._curves.add_scalar(f"{kind}/{name}", value, step)
-        self._record.update(kind, step, figures)
+        self._record.update(kind, figures)
         for tracker in self._trackers:
             tracker.put(kind, step, figures)
 

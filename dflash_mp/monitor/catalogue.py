@@ -109,7 +109,7 @@ METRICS = (
     ),
     Metric("dflash_mp_compilations_total", "counter", "ranks", "graphs that torch.compile made"),
     Metric("dflash_mp_recompilations_total", "counter", "rank 0", "of those, after the first step and held-out pass"),
-    Metric("dflash_mp_train_step", "gauge", "rank 0", "optimizer steps finished, as of the last line of metrics"),
+    Metric("dflash_mp_train_step", "gauge", "rank 0", "optimizer steps finished"),
     Metric("dflash_mp_train_last_step", "gauge", "rank 0", "steps to train in all"),
     Metric("dflash_mp_train_tokens_total", "counter", "rank 0", "tokens trained on since this start, by all ranks"),
     Metric("dflash_mp_train_step_seconds", "gauge", "rank 0", "mean time of a step since the last line of metrics"),

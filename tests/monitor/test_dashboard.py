@@ -66,13 +66,15 @@ def test_the_figures_are_those_of_the_run(observed: ObservedRun) -> None:
     feeders, ranks = (Scraper(observed.endpoints[part], 30.0).read() for part in (slice(0, 2), slice(2, 4)))
     step = ranks[0].value("dflash_mp_train_step")
     lines = [json.loads(line) for line in (observed.run_dir / "metrics.jsonl").read_text().splitlines()]
-    (line,) = [line for line in lines if line["kind"] == "train" and line["step"] == step]
-    assert ranks[0].value("dflash_mp_loss", split="train") == line["loss"]
+    loss = ranks[0].value("dflash_mp_loss", split="train")
+    (line,) = [line for line in lines if line["kind"] == "train" and line["loss"] == loss]
+    assert step is not None
+    assert line["step"] <= step <= line["step"] + 2  # a line every two steps
     assert ranks[0].value("dflash_mp_acceptance_length_tokens", split="train") == line["tau"]
     assert list(ranks[0].by_label("dflash_mp_train_step", "index").items()) == [("0", step)]
     slots = [ranks[0].value("dflash_mp_slot_accuracy_ratio", split="train", slot=str(slot)) for slot in (1, 2, 3)]
     assert slots == line["accuracy_per_slot"]
-    assert ranks[0].value("dflash_mp_train_tokens_total") == line["step"] * 4 * 256
+    assert ranks[0].value("dflash_mp_train_tokens_total") == step * 4 * 256
     for feeder in feeders:
         rows, size = (feeder.value(f"dflash_mp_feeder_delivered_{what}_total") for what in ("rows", "bytes"))
         assert rows
