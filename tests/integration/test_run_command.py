@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from process_trees import SECONDS, eventually
 from safetensors.torch import load_file
 from tiny_run import make_tiny_run
@@ -78,16 +80,20 @@ def started(run_file: Path, run_dir: Path, *overrides: str) -> Iterator[Run]:
             send_signal(pid, signal.SIGKILL)
 
 
+def weights_file(run_dir: Path, step: int = STEPS) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}" / "weights.safetensors"
+
+
 def final_weights(run_dir: Path) -> bytes:
     assert steps_of(run_dir)[-1] == STEPS
-    return (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "weights.safetensors").read_bytes()
+    return weights_file(run_dir).read_bytes()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    with started(run_file, run_dir, "train.drafters=2") as run:
+    with started(run_file, run_dir, "train.drafters=2", "train.keep_checkpoints=10") as run:
         code, output = run.finish()
     assert code == 0, output
     return run_dir
@@ -184,17 +190,18 @@ def test_drafters_started_by_hand_are_refused_where_others_train(run_file: Path,
 class ByHand:
     """A feeder and two drafter ranks, each started on its own."""
 
-    def __init__(self, run_file: Path, directory: Path, *more: str) -> None:
-        options = [f"run_dir={directory / 'run'}", f"train.steps={STEPS}", "train.checkpoint_every=10", *more]
+    def __init__(self, run_file: Path, directory: Path, *torchrun: str) -> None:
+        options = [f"run_dir={directory / 'run'}", f"train.steps={STEPS}", "train.checkpoint_every=10"]
+        options.append("train.keep_checkpoints=10")
         self._options = ["-c", str(run_file), *(word for option in options for word in ("--set", option))]
         self.run_dir, self.log = directory / "run", directory / "log"
-        self.feeder, self.torchrun = self.start_feeder(), self.start_drafters()
+        self.feeder, self.torchrun = self.start_feeder(), self.start_drafters(*torchrun)
 
     def start_feeder(self) -> subprocess.Popen[bytes]:
         return self._start("dflash_mp.cli", "feed", *self._options)
 
-    def start_drafters(self, *options: str) -> subprocess.Popen[bytes]:
-        torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2", *options)
+    def start_drafters(self, *how: str) -> subprocess.Popen[bytes]:
+        torchrun = ("dflash_mp.torchrun", *(how or ("--standalone", "--nproc-per-node", "2")))
         return self._start(*torchrun, "-m", "dflash_mp.drafter", *self._options)
 
     def ranks(self) -> list[int]:
@@ -211,8 +218,8 @@ class ByHand:
 
 
 @contextmanager
-def by_hand(run_file: Path, directory: Path, *more: str) -> Iterator[ByHand]:
-    run = ByHand(run_file, directory, *more)
+def by_hand(run_file: Path, directory: Path, *torchrun: str) -> Iterator[ByHand]:
+    run = ByHand(run_file, directory, *torchrun)
     try:
         yield run
     finally:
@@ -240,3 +247,33 @@ def test_ranks_that_wait_for_a_row_of_a_dead_feeder_save_the_last_step_though_on
         assert f"stopped after step {saved}; the same command goes on from here" in log
         assert f"step {saved}/{STEPS}" in log
         assert f"step {saved + 1}/{STEPS}" not in log
+
+
+@pytest.mark.timeout(600)  # it starts seven processes, one after the other
+def test_torchrun_restarts_ranks_and_goes_on_with_fewer_when_a_machine_is_lost(
+    run_file: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+    elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3")
+    torchrun = (*elastic, "--rdzv-backend=c10d", meet, "--rdzv-id=run", "--rdzv-conf=last_call_timeout=5")
+    with by_hand(run_file, tmp_path, *torchrun) as run:
+        other = run.start_drafters(*torchrun)
+        try:
+            run.wait_for("2 drafter processes")
+            run.wait_for("step 12/")
+            for rank in children_of(other.pid):
+                send_signal(rank, signal.SIGKILL)
+            run.wait_for("resuming after step 10")
+            run.wait_for("step 22/")
+            other.kill()
+            run.wait_for("1 drafter process ")
+            assert run.torchrun.wait(SECONDS) == 0, run.log.read_text()
+        finally:
+            other.kill()
+            other.wait()
+    assert weights_file(run.run_dir, 20).read_bytes() == weights_file(undisturbed, 20).read_bytes()
+    here, there = load_file(weights_file(run.run_dir)), load_file(weights_file(undisturbed))
+    for name in there:
+        torch.testing.assert_close(here[name], there[name], rtol=1e-4, atol=2e-5, msg=name)
