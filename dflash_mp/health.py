@@ -39,7 +39,7 @@ def look(pid: int) -> str:
     """
     first = _command_line(pid)
     for process in (pid, *_descendants(pid)):
-        words = first if process == pid else _command_line(process)
+        words = first if process == pid else _words(process)
         if "dflash_mp.drafter" in words:
             return _ranks_are_well(process, _config(words, process), words)
         if any(a.endswith(_PROGRAMS) and b == "feed" for a, b in itertools.pairwise(words)):
@@ -78,7 +78,7 @@ def _ranks_are_well(pid: int, config: RunConfig, words: list[str]) -> str:
     ranks = {}
     for child in _descendants(pid):
         facts = _environment(child)
-        if "LOCAL_RANK" in facts and "dflash_mp.drafter" in _command_line(child):
+        if "LOCAL_RANK" in facts and "dflash_mp.drafter" in _words(child):
             ranks[int(facts["RANK"])] = int(facts["LOCAL_WORLD_SIZE"])
     expected = max(ranks.values(), default=0)
     if not ranks or len(ranks) < expected:
@@ -134,10 +134,18 @@ def _values(words: list[str], *options: str) -> list[str]:
 
 
 def _command_line(pid: int) -> list[str]:
+    words = _words(pid)
+    if words == [""]:
+        raise Unhealthy(f"there is no process {pid}, or it has ended", "start it again")
+    return words
+
+
+def _words(pid: int) -> list[str]:
+    """The command line of a process; a single empty word when it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError as error:
-        raise Unhealthy(f"there is no process {pid}: {error.strerror}", "start it again") from None
+    except OSError:
+        return [""]
 
 
 def _descendants(pid: int) -> list[int]:

@@ -55,6 +55,7 @@ for index in $indices; do
     setsid "$python" -m dflash_mp.cli feed --index "$index" "$@" &  # a session of its own: Ctrl-C comes once, from here
     feeders+=("$!")
 done
+[ -z "$asked" ] || stop  # a signal came between the first and the last
 
 while [ -n "$(jobs -rp)" ]; do
     ended=0

@@ -90,11 +90,12 @@ if [ -n "$interface" ]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$interface}"
 fi
 
-asked="" code=0
+asked="" code=0 torchrun=""
+trap 'asked=yes; [ -z "$torchrun" ] || kill -TERM "$torchrun" 2> /dev/null || true' TERM INT HUP
 setsid "$python" -m dflash_mp.torchrun --nnodes "$nodes" --node-rank "$node" --master-addr "$head" --master-port "$port" \
     --nproc-per-node "$drafters" -m dflash_mp.drafter "$@" &
 torchrun=$!
-trap 'asked=yes; kill -TERM "$torchrun" 2> /dev/null || true' TERM INT HUP
+[ -z "$asked" ] || kill -TERM "$torchrun"  # a signal came before there was one to hand it to
 while true; do
     asked="" code=0
     wait "$torchrun" || code=$?

@@ -99,9 +99,8 @@ def machines(directory: Path) -> Iterator[dict[str, Place]]:
 def _configuration(addresses: dict[str, str]) -> dict[str, Any]:
     """A tiny run with the page's options; what is done on GPUs there is done on the CPU here."""
     tree = tiny_tree(Path())
-    tree["run_dir"] = "runs/several"
     for name, options in page.configuration(_TITLE).items():
-        tree[name] = {**tree.get(name, {}), **options}
+        tree[name] = {**tree.get(name, {}), **options} if isinstance(options, dict) else options
     tree["feed"]["devices"] = ["cpu"] * len(tree["feed"]["devices"])
     tree["feed"]["endpoints"] = [_translated(text, addresses) for text in tree["feed"]["endpoints"]]
     tree["train"]["drafters"] = 1

@@ -23,10 +23,11 @@ case "$*" in
     *"dflash_mp.cli run "*) part=run ;;
     *) exec {python} "$@" ;;
 esac
-echo "$part $SLURMD_NODENAME $*" >> started
-[ ! -e fail ] || [ "$part" = feeder ] || exit 5
 save() {{ case "$*" in *"--node-rank 1 "*) ;; *) mkdir -p "run/checkpoints/step-0000000$1" ;; esac; }}
 trap '[ "$part" = feeder ] || save 2 "$@"; exit 0' TERM
+[ ! -e early ] || [ "$part" = feeder ] || trap 'exit 143' TERM  # nothing to save yet
+echo "$part $SLURMD_NODENAME $*" >> started
+[ ! -e fail ] || [ "$part" = feeder ] || exit 5
 if [ "$part" != feeder ] && [ -e run/checkpoints/step-00000002 ]; then save 4 "$@"; exit 0; fi
 while true; do sleep 0.1 & wait $!; done
 """
@@ -55,6 +56,13 @@ class Job:
     def wait_for_parts(self, count: int) -> list[str]:
         eventually(lambda: len(self.started()) >= count, f"{count} parts of {self.started()}, {self.said()}")
         return self.started()
+
+    def give_way(self) -> None:
+        """Have another job take the nodes."""
+        words = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--wrap=true")
+        other = self.cluster.run(*words).strip()
+        self.cluster.wait_for(other, "COMPLETED 0")
+        self.cluster.wait_for(self.number, "PENDING 1")
 
     def go_on(self) -> None:
         """Don't wait the two minutes that Slurm leaves between a requeue and the next start."""
@@ -102,6 +110,14 @@ def test_preempted_it_saves_goes_back_into_the_queue_and_ends_when_it_is_trained
     job.go_on()
     job.cluster.wait_for(job.number, "COMPLETED 1")
     assert (job.directory / "run" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_preempted_before_there_is_anything_to_save_it_goes_back_into_the_queue(job: Job) -> None:
+    (job.directory / "early").touch()
+    job.submit()
+    job.wait_for_parts(4)
+    job.give_way()
+    assert not (job.directory / "run").exists()
 
 
 def test_a_heterogeneous_job_told_that_its_time_is_almost_up_does_the_same(job: Job) -> None:
