@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 
 from dflash_mp.bench.feeder_child import SPAWN, CheckingDrafter, FeederChild, FeederChildOptions, resident
 from dflash_mp.bench.synthetic import synthetic_plan
@@ -56,16 +57,16 @@ class MemoryReport:
         ]
 
 
-def memory(rows: int = 10_000, transport: str = "tcp") -> MemoryReport:
-    """Take `rows` rows and look. Raises `DflashError`."""
+def memory(rows: int = 10_000, transport: str = "tcp", shared_memory: bool = False) -> MemoryReport:
+    """Take `rows` rows, in-band or by `shared_memory`, and look. Raises `DflashError`."""
     plan, report = synthetic_plan(row_tokens=128, hidden_size=64), MemoryReport(rows)
     with tempfile.TemporaryDirectory(prefix="dmp-memory-") as directory:
         endpoint = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{directory}/feeder.sock"
         with FeederChild(FeederChildOptions(endpoint, plan)) as feeder:
             ready = SPAWN.Event()
-            other = SPAWN.Process(target=_stop_reading, args=(feeder.endpoint, plan, ready), daemon=True)
+            other = SPAWN.Process(target=_stop_reading, args=(feeder.endpoint, plan, shared_memory, ready), daemon=True)
             other.start()
-            drafter = CheckingDrafter(feeder.endpoint, plan)
+            drafter = CheckingDrafter(feeder.endpoint, plan, shared_memory=shared_memory)
             try:
                 if not ready.wait(120):
                     raise DflashError("the second drafter does not connect", "its error is above")
@@ -84,11 +85,11 @@ def memory(rows: int = 10_000, transport: str = "tcp") -> MemoryReport:
     return report
 
 
-def _stop_reading(endpoint: str, plan: StreamPlan, ready: object) -> None:
+def _stop_reading(endpoint: str, plan: StreamPlan, shared_memory: bool, ready: Event) -> None:
     die_with_parent()
-    drafter = CheckingDrafter(endpoint, plan, rank=1)
+    drafter = CheckingDrafter(endpoint, plan, rank=1, shared_memory=shared_memory)
     drafter.take()
-    ready.set()  # type: ignore[attr-defined]
+    ready.set()
     while True:
         time.sleep(0.001)
         drafter.take()

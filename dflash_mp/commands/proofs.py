@@ -45,14 +45,19 @@ def hostile(rounds: int, seconds: float, transport: str, attacks: tuple[str, ...
     click.echo(f"below {GOAL:.0%}: {', '.join(slowed) or 'none'}")
 
 
-@click.command("memory", cls=Command, examples=("dflash-mp bench memory --rows 10000",))
+@click.command(
+    "memory",
+    cls=Command,
+    examples=("dflash-mp bench memory --rows 10000", "dflash-mp bench memory --transport ipc --shared-memory"),
+)
 @click.option("--rows", default=10_000, show_default=True, type=click.IntRange(100), help="Rows to take.")
 @click.option("--transport", default="tcp", show_default=True, type=click.Choice(["tcp", "ipc"]))
-def memory(rows: int, transport: str) -> None:
+@click.option("--shared-memory", is_flag=True, help="Rows by the shared-memory lane instead of in-band.")
+def memory(rows: int, transport: str, shared_memory: bool) -> None:
     """Memory of feeder and drafter over many rows, beside a drafter that stopped reading. Exit code 1 if it grows."""
     from dflash_mp.bench.memory import memory as measure
 
-    report = measure(rows, transport)
+    report = measure(rows, transport, shared_memory)
     for line in report.lines():
         click.echo(line)
     sys.exit(0 if report.flat else 1)
