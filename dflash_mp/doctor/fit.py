@@ -47,7 +47,8 @@ class Plans:
 
     def row_bytes(self, row_tokens: int | None = None) -> int:
         """Bytes of a row on the stream."""
-        return RowLayout.of(_plan(self.size.info, row_tokens or self.config.data.row_tokens)).nbytes
+        info = replace(self.size.info, last_hidden=self.config.train.objective == "distill")
+        return RowLayout.of(_plan(info, row_tokens or self.config.data.row_tokens)).nbytes
 
     def drafter(self, row_tokens: int | None = None) -> Memory:
         """Of a rank."""

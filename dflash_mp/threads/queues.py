@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from types import TracebackType
 
 import torch
@@ -154,5 +155,7 @@ class RowQueue:
 
 def _cut(row: RowTensors, out: RowTensors) -> None:
     length = len(out.input_ids)
-    for part in ("features", "input_ids", "position_ids", "document_ids", "loss_mask"):
-        getattr(out, part).copy_(getattr(row, part)[:length])
+    for field in fields(RowTensors):
+        part = getattr(row, field.name)
+        if part is not None:
+            getattr(out, field.name).copy_(part[:length])

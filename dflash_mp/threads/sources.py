@@ -130,7 +130,7 @@ def _from_target(work: Work, numbers: list[int]) -> Rows:
     dataset = open_dataset(work.config)
     target = load_target(work.config.target)
     plan = make_plan(work.config, dataset, target)
-    capture, turn = Capture(target), threading.Lock()
+    capture, turn = Capture(target, last_hidden=plan.target.last_hidden), threading.Lock()
     capture.self_check(dataset.row("train", 0))
     make = row_maker(dataset, capture, plan)
 
