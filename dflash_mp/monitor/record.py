@@ -112,7 +112,8 @@ def _read_metrics(record: RunRecord, text: str) -> None:
 
 
 def _whole(figures: dict[str, Any]) -> bool:
-    return all(isinstance(figures.get(key), (int, float)) for key in ("step", "time", "loss", "tau"))
+    numbers = all(isinstance(figures.get(key), (int, float)) for key in ("time", "loss", "tau"))
+    return numbers and isinstance(figures.get("step"), int) and math.isfinite(figures["time"])
 
 
 def _events(log: Path) -> Iterator[LogEvent]:

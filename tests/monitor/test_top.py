@@ -6,7 +6,6 @@ import http.server
 import io
 import os
 import pty
-import re
 import select
 import signal
 import socket
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from observed_run import ObservedRun
 from process_trees import SECONDS
 from rich.console import Console
 
@@ -26,38 +24,6 @@ from dflash_mp.config import RunConfig
 from dflash_mp.errors import ConfigError
 from dflash_mp.monitor.scrape import Event, Reading, Scraper, endpoints_of, parse
 from dflash_mp.monitor.top import picture
-
-
-def top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dflash_mp.cli", "top", "--once", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-
-
-def test_one_picture_of_a_run_shows_feeders_ranks_and_who_waits(observed: ObservedRun) -> None:
-    shown = top(*observed.options, "--seconds", "1")
-    assert shown.returncode == 0, shown.stderr
-    lines = shown.stdout.splitlines()
-    assert lines[0].startswith(f"run {observed.run_dir.name} · step ")
-    assert " of 100000 · loss " in lines[0]
-    assert "held-out" in lines[0]
-    assert "τ" in lines[0]
-    assert lines[1].startswith("drafters wait ")
-    rows = {" ".join(line.split()[:2]): line for line in lines}
-    for name, endpoint in zip(("feeder 0", "feeder 1", "drafter 0", "drafter 1"), observed.endpoints, strict=True):
-        assert rows[name].rstrip().endswith(endpoint), shown.stdout
-    assert "2 of 2" in rows["drafter 0"]
-    assert re.search(r" 2 +0 +[\d.]+ GB ", rows["feeder 0"])  # drafters, errors, memory
-    assert "\x1b" not in shown.stdout
-
-
-def test_an_endpoint_that_cannot_be_reached_is_a_line_among_the_others(observed: ObservedRun) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"127.0.0.1:{server.getsockname()[1]}"
-    shown = top("--endpoint", observed.endpoints[0], "--endpoint", closed, "--seconds", "0.1")
-    assert shown.returncode == 0
-    assert f"{closed}: Connection refused" in shown.stdout
-    assert "feeder 0" in shown.stdout
-    assert top("--endpoint", closed).returncode == 1
 
 
 @contextmanager
