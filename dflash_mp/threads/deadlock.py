@@ -141,7 +141,7 @@ def _compile(meeting: Meeting, compiling: threading.Event, in_backward: threadin
 
     function = attention if meeting.compiles == FLEX else product
     x = torch.ones(1, 1, 128, 16, device=meeting.of_a, requires_grad=True)
-    torch.compile(function, backend="aot_eager", dynamic=False)(x).sum().backward()
+    torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=True)(x).sum().backward()
 
 
 def _score(

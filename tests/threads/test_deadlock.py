@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.convert_frame import compile_lock
 
+from dflash_mp.threads import deadlock
 from dflash_mp.threads.deadlock import BACKWARD_GRAPH, FLEX, NEW_GRAPH, PRODUCT, Meeting, meetings_on
 from dflash_mp.threads.guards import GUARDS
 
@@ -51,6 +54,35 @@ def test_other_compilations_and_threads_that_do_their_own_autograd_work_go_on(me
     found = _met(meeting)
     assert not found["stuck"]
     assert not found["errors"]
+
+
+@pytest.mark.parametrize("own_threads", [False, True])
+def test_flex_attention_asks_the_shared_autograd_thread_while_the_compile_lock_is_held(
+    monkeypatch: pytest.MonkeyPatch, own_threads: bool
+) -> None:
+    """What the deadlock is made of, seen on a CPU: A's gradient trace, the lock, and whose thread does the work."""
+    # "No backward pass on a CPU" is found before anything is traced; what is traced would be the same.
+    monkeypatch.setattr(sys.modules["torch.nn.attention.flex_attention"], "_validate_device", lambda *tensors: None)
+    tracing, seen = sys.modules["torch._higher_order_ops.flex_attention"], []
+    original = tracing.create_fw_bw_graph
+
+    def watched(*arguments: object) -> object:
+        seen.append((compile_lock._is_owned(), torch._C._is_multithreading_enabled()))
+        return original(*arguments)
+
+    monkeypatch.setattr(tracing, "create_fw_bw_graph", watched)
+    torch._dynamo.reset()
+    meeting = Meeting(FLEX, NEW_GRAPH, "cpu", "cpu", own_threads)
+    compiling, in_backward, errors = threading.Event(), threading.Event(), {}
+    in_backward.set()
+    action = partial(deadlock._compile, meeting, compiling, in_backward)
+    thread = threading.Thread(target=deadlock._reporting, args=("A", errors, own_threads, action))
+    thread.start()
+    thread.join(120)
+    assert compiling.is_set()
+    assert seen, errors
+    assert all(locked for locked, _ in seen)
+    assert any(shared for _, shared in seen) != own_threads
 
 
 def test_the_own_backward_guard_acts_on_its_thread_only() -> None:
