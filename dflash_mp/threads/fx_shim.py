@@ -6,7 +6,7 @@ at a time, under Dynamo's own compile lock. A thread that traces and calls a com
 installing it runs the cases of `races` against itself. When a layout is unknown, a trace is running or a case fails, `FxShimError` says why and
 nothing is changed. Cost: about a second to install (mostly the first compilation), a thread-local look-up per use.
 
-What it does not cure: on CUDA, a compilation on the device's autograd thread deadlocks with a joint trace (docs/race.md); torch.compile's
+What it does not cure: on CUDA, a compilation on the device's autograd thread deadlocks with flex_attention's (docs/race.md); torch.compile's
 configuration, which is per thread since 2.12; the process-wide random generators; switches in C that are set around every call.
 """
 
