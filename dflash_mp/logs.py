@@ -6,7 +6,7 @@
 Modules log with `logging.getLogger(__name__)`; a process calls `start` once. Lines go to standard error. The package's own events are shown
 from `Settings.level` on, those of libraries from warnings on; handlers that libraries brought along are removed, so that their lines look the same.
 What C++ code writes to the descriptor itself stays as it is. Values of environment variables that look like credentials, and
-passwords in addresses, are replaced by `***` in whatever is logged. Costs some 20 µs a line.
+passwords in addresses, are replaced by `***` in whatever is logged. Costs some 60 µs a line, and 0.2 µs a detail that is not shown.
 """
 
 from __future__ import annotations

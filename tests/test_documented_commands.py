@@ -125,7 +125,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tree = yaml.safe_load(file.read_text())
     tree["eval"] = {"limit": 1, "max_new_tokens": 4}
     tree["data"]["path"] = "prepared"  # not prepared yet
-    tree["train"].update(drafters=2, steps=2, held_out_every=0)
+    tree["train"].update(steps=2, held_out_every=0)
     tree["run_dir"] = "RUN"
     (directory / "CONFIG").write_text(yaml.safe_dump(tree))
     before = Path.cwd()
