@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from dflash_mp.process import LEADER, children_of, die_with_parent, mark_of, sen
 
 log = logging.getLogger("dflash_mp.torchrun")
 
+_LOOK_SECONDS = 0.2  # between two looks for ranks that torchrun has started again
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -59,15 +61,26 @@ def _hand_signals_on() -> None:
 
 
 def _stop_ranks(reading: int) -> None:
-    """Ask the ranks to stop for each signal that comes; they agree with those of other machines on a step, save, and exit 0."""
+    """Ask the ranks to stop for each signal that comes; they agree with those of other machines on a step, save, and exit 0.
+
+    A rank that was not training yet ends with an error, for which torchrun may start all ranks again (`--max-restarts`): those are asked, too.
+    """
+    stopping: signal.Signals | None = None
+    asked: set[int] = set()
     while True:
-        number = signal.Signals(os.read(reading, 1)[0])
-        ranks = children_of(os.getpid()) if number in _STOP else []
-        for rank in ranks:
+        ready, _, _ = select.select([reading], [], [], None if stopping is None else _LOOK_SECONDS)
+        number = signal.Signals(os.read(reading, 1)[0]) if ready else None
+        if number in _STOP:
+            stopping, asked = number, set()
+        if stopping is None:
+            continue
+        ranks = children_of(os.getpid())
+        for rank in set(ranks) - asked:
             send_signal(rank, signal.SIGTERM)
+        asked.update(ranks)
         if not ranks and number in _STOP:
-            log.info("stopped by %s, without a rank", number.name)
-            os._exit(128 + number)
+            os.write(2, f"torchrun: stopped by {stopping.name}, without a rank\n".encode())
+            os._exit(128 + stopping)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,17 @@ def test_torchrun_by_hand_hands_a_signal_on_and_ends_well_when_its_ranks_do(
         assert torchrun.wait(SECONDS) == 0, log.read_text()
 
 
+def test_a_stop_is_not_undone_by_restarts(tmp_path: Path) -> None:
+    """Ranks that were not training yet end with 128 + signal, which torchrun takes for a failure."""
+    worker, log = tmp_path / "worker.sh", tmp_path / "log"
+    worker.write_text("trap 'exit 143' TERM; echo up; while :; do sleep 0.05; done")
+    how = ["--standalone", "--nproc-per-node", "1", "--max-restarts", "2", "--no-python", "sh", str(worker)]
+    with started([sys.executable, "-m", "dflash_mp.torchrun", *how], log) as torchrun:
+        eventually(lambda: "up" in log.read_text().splitlines() or torchrun.poll() is not None, "the rank is up")
+        torchrun.send_signal(signal.SIGTERM)
+        assert torchrun.wait(SECONDS) == 128 + signal.SIGTERM, log.read_text()
+
+
 def test_torchrun_that_still_waits_for_the_other_machines_stops_at_once(tmp_path: Path) -> None:
     worker, log = tmp_path / "worker.py", tmp_path / "log"
     worker.write_text(_WORKER)
