@@ -178,6 +178,11 @@ class Fleet:
             return [rank for one in torchrun for rank in _children(one)]
         return torchrun if victim == "torchrun" else feeders
 
+    def a_feeder_starts(self) -> bool:
+        """Whether one does, or will in this start."""
+        pids = self.pids("feeder")
+        return any(not _talks(pid) for pid in pids) or (self._layout == "run" and not pids and self.exit_code is None)
+
     # -- phases -------------------------------------------------------------------------------------------------------------------
 
     def phase(self, victim: str, pid: int) -> str:

@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from dflash_mp.config import load_config
 from dflash_mp.errors import DflashError
 from dflash_mp.process import die_with_parent
 
-_END_SECONDS = 120.0  # the longest time without a line from the drafters
+_END_SECONDS = 300.0  # the longest time without a line from the drafters
 _TICK_SECONDS = 0.004
 _REACH_SECONDS = (
     30.0  # or five times the undisturbed run: the longest wait for a card's phase; then whatever phase it is
@@ -54,21 +55,15 @@ class Deck:
     def __init__(self, draw: random.Random) -> None:
         self._draw, self._cards = draw, list[Card]()
 
-    def next(self, victims: tuple[str, ...], phases: tuple[str, ...]) -> Card:
-        """Take the first card with one of `victims` in one of `phases`."""
+    def next(self, fits: Callable[[Card], bool]) -> Card:
+        """Take the first card that fits; one of a fresh deck must."""
         while True:
             for index, card in enumerate(self._cards):
-                if card.victim in victims and card.phase in phases:
+                if fits(card):
                     return self._cards.pop(index)
             fresh = [Card(victim, phase, self._draw.random()) for victim in VICTIMS for phase in PHASES]
             self._draw.shuffle(fresh)
             self._cards += fresh
-
-    def first_of(self, phases: tuple[str, ...]) -> Card:
-        """Look at the first card with any victim in one of `phases`."""
-        card = self.next(VICTIMS, phases)
-        self.back(card)
-        return card
 
     def back(self, card: Card) -> None:
         """Put it on top."""
@@ -131,7 +126,8 @@ class Drill:
         try:
             done = False
             while not done and not self._enough():
-                by_run = self._deck.first_of(phases).victim == "supervisor" or self._draw.random() < 0.2
+                self._deck.back(first := self._deck.next(lambda card: card.phase in phases))
+                by_run = first.victim == "supervisor" or self._draw.random() < 0.2
                 layout = "run" if by_run else "hand"
                 if layout == "hand":
                     fleet.keep_feeders()
@@ -161,8 +157,8 @@ class Drill:
         fatal, hit = 0, set[int]()
         victims = tuple(victim for victim in VICTIMS if layout == "run" or victim != "supervisor")
         while not self._enough() and fleet.exit_code is None:
-            card = self._deck.next(victims, _to_come(fleet, phases))
-            struck = self._reach(fleet, card, hit, 0.0 if fatal else patience, fatal > 0)
+            card = self._deck.next(lambda card: card.victim in victims and _can_come(card, fleet, phases))
+            struck = self._reach(fleet, card, phases, hit, 0.0 if fatal else patience)
             if struck is None:
                 self._deck.back(card)
                 if fatal:
@@ -184,11 +180,11 @@ class Drill:
         return fatal
 
     def _reach(
-        self, fleet: Fleet, card: Card, hit: set[int], patience: float, anything: bool
+        self, fleet: Fleet, card: Card, phases: tuple[str, ...], hit: set[int], patience: float
     ) -> tuple[int, str] | None:
-        """Wait for a victim in the card's phase and kill it; pid and phase, None when there is none any more.
+        """Wait for a victim in the card's phase and kill it; pid and phase, None when that can't come any more.
 
-        After `patience` seconds whatever phase it is in will do; with `anything`, also another victim.
+        After `patience` seconds whatever phase it is in will do.
         """
         deadline, seen = time.monotonic() + patience, False
         while fleet.exit_code is None:
@@ -203,7 +199,7 @@ class Drill:
                     time.sleep(card.share * _SPREAD[card.phase])
                 if (phase := fleet.strike(card.victim, pid, None if late else card.phase)) is not None:
                     return pid, phase
-            if late:
+            if late or not _can_come(card, fleet, phases):
                 return None
             time.sleep(_TICK_SECONDS)
         return None
@@ -212,10 +208,13 @@ class Drill:
 _UNDISTURBED = {False: "plain", True: "compiled"}
 
 
-def _to_come(fleet: Fleet, phases: tuple[str, ...]) -> tuple[str, ...]:
-    """The phases that this start can still reach; those of training alternate."""
+def _can_come(card: Card, fleet: Fleet, phases: tuple[str, ...]) -> bool:
+    """Whether this start can still reach the card's phase; those of training alternate."""
+    if card.victim == "feeder" and card.phase == "starting":
+        return fleet.a_feeder_starts()
     now = fleet.run_phase()
-    return phases[min(phases.index(now), phases.index("training")) :] if now in phases else phases
+    passed = min(phases.index(now), phases.index("training")) if now in phases else 0
+    return card.phase in phases[passed:]
 
 
 def _await_end(fleet: Fleet) -> int:
