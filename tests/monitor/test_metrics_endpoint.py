@@ -12,11 +12,13 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from dflash_mp.config import RunConfig
 from dflash_mp.monitor import endpoint as module
 from dflash_mp.monitor.endpoint import MetricsEndpoint, Sample
 from dflash_mp.monitor.events import EventLog
+from dflash_mp.monitor.samples import process_samples
 
 WAIT = 60
 
@@ -159,3 +161,17 @@ def test_the_events_kept_are_bounded(shown: MetricsEndpoint) -> None:
     assert len(events) == 50
     assert events[-1]["text"].startswith("199 ")
     assert max(len(event["text"]) for event in events) == 500
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_memory_shown_is_what_the_process_has() -> None:
+    device = torch.device("cuda", 0)
+    block = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+    shown = {
+        sample.labels["kind"]: sample.value
+        for sample in process_samples(EventLog(), device)
+        if sample.name == "dflash_mp_gpu_memory_bytes"
+    }
+    assert block.numel() <= shown["allocated"] <= shown["peak"] <= shown["reserved"] <= shown["total"]
+    assert shown["total"] == torch.cuda.get_device_properties(device).total_memory
