@@ -108,12 +108,9 @@ class RemoteTracker:
         if not self._warned:
             self._warned = True
             reason = textwrap.shorten(what, _REASON, placeholder=" …")
-            log.warning(
-                "%s %s; training goes on, metrics.jsonl has all figures, and what was not sent is tried again every %.0f s",
-                self._service.name,
-                reason,
-                _RETRY_SECONDS,
-            )
+            later = f"; training goes on, and what was not sent is tried again every {_RETRY_SECONDS:.0f} s"
+            more = "" if self._closing else later
+            log.warning("%s %s; metrics.jsonl has all figures%s", self._service.name, reason, more)
 
 
 class WandbService:

@@ -161,7 +161,7 @@ def test_a_service_that_hangs_holds_up_neither_training_nor_the_end(caplog: pyte
     tracker.close(failed=False)
     assert time.monotonic() - started < 20
     (warning,) = caplog.messages
-    assert warning.startswith("a service did not take the last figures within 0.2 s; training goes on")
+    assert warning == "a service did not take the last figures within 0.2 s; metrics.jsonl has all figures"
     service.let_go.set()
     tracker._thread.join(WAIT)
     assert service.sent == list(range(4000, 5000))  # the newest are what is kept
@@ -185,7 +185,9 @@ def test_a_service_that_comes_back_gets_what_it_missed(
     assert service.sent == [1, 2]
     assert service.closed == [True]
     warning, found = caplog.messages
-    assert warning.startswith("a service cannot be used: OSError: down; training goes on")
+    assert warning.startswith(
+        "a service cannot be used: OSError: down; metrics.jsonl has all figures; training goes on"
+    )
     assert found == "a service: here"
 
 
