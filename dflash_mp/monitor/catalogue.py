@@ -83,7 +83,7 @@ METRICS = (
         ("kind",),
     ),
     Metric("dflash_mp_stream_rows_total", "counter", "ranks", "rows received, by feeder", ("feeder",)),
-    Metric("dflash_mp_stream_received_bytes_total", "counter", "ranks", "bytes of those"),
+    Metric("dflash_mp_stream_received_bytes_total", "counter", "ranks", "bytes of the rows that training took"),
     Metric("dflash_mp_stream_waited_seconds_total", "counter", "ranks", "time that training waited for a row"),
     Metric(
         "dflash_mp_stream_window_rows",
