@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
     ),
 )
 @config_options
+@log_options
 @click.option("--drafters", default=3, show_default=True, type=click.IntRange(1), help="Threads that train a drafter.")
 @click.option("--guard", default="none", show_default=True, help="What stands between them; see docs/race.md.")
 @click.option(
@@ -46,6 +47,7 @@ def threads(config_file: Path, overrides: tuple[str, ...], **options: Any) -> No
 
     from dflash_mp.threads.command import train_threads
 
+    start_logs("threads")
     train_threads(config, **options, console=Console())
 
 
