@@ -4,9 +4,9 @@ libzmq bounds a frame but not the number of frames of a message, and hands a mes
 never ends fills memory that nobody sees. Nor does it bound connections that say nothing. So the sockets themselves are looked at
 many times a second. A connection is cut off when it sends what never becomes a message: by TCP, more than 1 MiB since its last
 whole message; elsewhere, when bytes wait on it in a fifth look since then (how fast or in what bursts makes no difference to what it gets in,
-a few tenths of a second's worth). It is cut off when it brought no message for `silent_seconds`, the first in twice that; and, the oldest that never brought
-one first, when there are too many. Whoever is cut off unjustly, because this process could not read for long, connects
-again: nothing is lost.
+a few tenths of a second's worth). It is cut off when it brought no message for `silent_seconds`, the first in twice that; and, the
+oldest that never brought one first, when there are too many. Whoever is cut off unjustly, because this process could not read for
+long, connects again: nothing is lost.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ class Connections:
                 connection.since, connection.looks = now, 0
         before = self.cut
         for descriptor, connection in list(self._open.items()):
-            patience = self._silent_seconds * (
-                1 if connection.spoke else 2
-            )  # a drafter may ask for a ring before its HELLO
+            # The first message may take longer: before its HELLO a drafter asks for a ring.
+            patience = self._silent_seconds * (1 if connection.spoke else 2)
             if now - connection.since > patience or _sends_without_end(descriptor, connection):
                 self._cut_off(descriptor)
         if len(self._open) > self._most:
