@@ -101,7 +101,7 @@ def test_values_that_cannot_go_together_are_refused(
 
 
 def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
-    message = refusal(write(tmp_path, with_value("train.stepz", 3)), "data.row_tokens=x", "feed.count=0")
+    message = refusal(write(tmp_path, with_value("train.stepz", 3)), "data.row_tokens=x", "feed.count=-1")
     for key in ("train.stepz", "data.row_tokens", "feed.count"):
         assert key in message
 
