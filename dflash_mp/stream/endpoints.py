@@ -101,7 +101,7 @@ def set_drafter_options(dealer: zmq.Socket[bytes]) -> None:
     _set_common_options(dealer)
     dealer.maxmsgsize = CHUNK_BYTES
     dealer.sndhwm = 256
-    dealer.rcvhwm = 2  # chunks that may wait in memory outside the window: few enough to stay in the processor's cache
+    dealer.rcvhwm = 4  # chunks that may wait in memory outside the window: few enough to stay in the processor's cache
     dealer.immediate = 1  # queue nothing for a feeder that isn't there
     dealer.reconnect_ivl = 100
     dealer.reconnect_ivl_max = 1000

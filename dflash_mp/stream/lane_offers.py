@@ -8,7 +8,6 @@ exhaust the feeder; the worst they cause is that drafters use the in-band lane.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import select
@@ -28,6 +27,7 @@ from dflash_mp.stream.wakeup import Wakeup
 
 _CONNECTIONS = 32  # at a time
 _REQUEST_SECONDS = 2.0  # for the request, which is sent at once
+_PAUSE_SECONDS = 0.1
 _CLAIM_SECONDS = 30.0
 _MOST_ROWS = 256  # in a ring: memory for more small rows ahead would be taken for nothing
 
@@ -122,14 +122,17 @@ class LaneOffers:
             poller.register(listener, select.POLLIN)
         while not self._closing and listener is not None:
             poller.poll(1000)
-            with contextlib.suppress(
-                OSError
-            ):  # the drafter has gone again, or descriptors ran out: it is served in-band
+            try:
                 connection, _ = listener.accept()
-                if self._room.acquire(blocking=False):
-                    threading.Thread(target=self._attend, args=(connection,), name="feeder-lane", daemon=True).start()
-                else:
-                    connection.close()
+            except BlockingIOError:
+                continue
+            except OSError:  # descriptors ran out, or the drafter has gone again: it is served in-band
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            if self._room.acquire(blocking=False):
+                threading.Thread(target=self._attend, args=(connection,), name="feeder-lane", daemon=True).start()
+            else:
+                connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
         try:

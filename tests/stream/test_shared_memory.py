@@ -205,10 +205,11 @@ def test_a_drafter_gets_a_ring_of_its_window_and_no_more_than_its_share(offering
     assert second.ring is not None
     assert [len(first.ring.rows), len(second.ring.rows)] == [3, 4]
     assert offers.pending_rows() == 7
-    lane, ring = offers.claim("rank 0", (f"shared_memory/{first.ring.token}", "inband"))
-    assert (lane, ring is not None) == (f"shared_memory/{first.ring.token}", True)
-    assert offers.claim("rank 0", (lane,)) == ("", None)  # once
-    assert offers.claim("rank 1", (lane,)) == ("", None)  # its own
+    name = f"shared_memory/{first.ring.token}"
+    assert offers.claim("rank 1", (name, "inband")) == ("", None)  # another's
+    lane, ring = offers.claim("rank 0", (name, "inband"))
+    assert (lane, ring is not None) == (name, True)
+    assert offers.claim("rank 0", (name, "inband")) == ("", None)  # once
     assert offers.pending_rows() == 4
 
 
