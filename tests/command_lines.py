@@ -140,8 +140,8 @@ def check(text: str, whole: bool = True) -> None:
     `whole`: what is required must be there. Values are converted, but files need not exist.
     """
     for words in commands_in(text):
-        if words[0] == "dflash-mp":
-            _parse(main, words[1:], whole)
+        if "dflash-mp" in words:  # perhaps behind another program, which runs it
+            _parse(main, words[words.index("dflash-mp") + 1 :], whole)
         elif words[0] == "torchrun" or words[:2] == ["python", "-m"]:
             if "dflash_mp.drafter" in words:
                 _parse(drafter, words[words.index("dflash_mp.drafter") + 1 :], whole)

@@ -77,7 +77,7 @@ NOT_RUN = (
     ),
     (r"^dflash-mp (compare|threads)|dflash_mp\.threads", "minutes, or a GPU; tests/threads runs it small"),
     (
-        r"^dflash-mp bench",
+        r"\bdflash-mp bench",
         "minutes, or a GPU; tests/test_bench_*.py, tests/stream and tests/integration/test_chaos.py run it small",
     ),
     (
@@ -176,6 +176,7 @@ def test_the_examples_of_the_drafters_and_of_the_whole_would_be_taken() -> None:
     "text",
     [
         "dflash-mp nothing",
+        "nice -n 5 dflash-mp nothing",
         "dflash-mp run --no-such-option",
         "dflash-mp run",
         "dflash-mp bench stream --rows many",
