@@ -94,8 +94,17 @@ def _write(request: Request, file: AnswerFile, answerer: _Answerer, say: Callabl
         say(f"going on after {len(before):,} conversations that are written already")
     started = last = time.monotonic()
     fresh = tokens = 0
-    left = (c for c in read_conversations(request.sources) if c.index not in before)
-    for answered in answerer(left):
+    asked = 0
+
+    def left() -> Iterator[Conversation]:
+        nonlocal asked
+        for conversation in read_conversations(request.sources):
+            asked += 1
+            if conversation.index not in before:
+                yield conversation
+
+    coming = left()
+    for answered in answerer(coming):
         file.add(answer.record() for answer in answered)
         fresh += len(answered)
         tokens += sum(answer.tokens for answer in answered)
@@ -104,6 +113,10 @@ def _write(request: Request, file: AnswerFile, answerer: _Answerer, say: Callabl
             say(f"{len(before) + fresh:,} conversations, {tokens / (now - started):,.0f} tokens/s in finished answers")
             last = now
     seconds = time.monotonic() - started
+    for _ in coming:  # what the answerer left, if it did
+        pass
+    if len(file.done) != asked:
+        raise RuntimeError(f"{asked} conversations were asked, {len(file.done)} have their line in {request.out}")
     reasons = file.finish()
     say(f"{request.out} and {settings_file(request.out).name}: written")
     return Outcome(reasons, tokens, seconds)

@@ -59,6 +59,7 @@ def answer_here(
     checked = False
     while True:
         done: list[Answered] = []
+        window: list[Conversation] = []
         if len(waiting) < options.slots.slots:
             window = list(islice(coming, _WINDOWS * options.slots.slots))
             fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in window])
@@ -66,9 +67,7 @@ def answer_here(
         if waiting and not checked:
             slots.self_check(waiting[0].tokens)
             checked = True
-        if not waiting and not running:
-            if done:
-                yield done
+        if not waiting and not running and not window:
             return
         _start(slots, waiting, running, options)
         if running:

@@ -172,6 +172,15 @@ def test_every_question_of_a_conversation_gets_a_new_answer(target: Path, tmp_pa
     assert "old answer" not in json.dumps(answered)
 
 
+def test_any_number_of_prompts_that_are_too_long_hides_none_behind_them(target: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in [*["x" * 400] * 70, "short"]))
+    code, said = run(target, prompts, out)
+    assert code == 0
+    assert "70 prompt_too_long" in said
+    assert [record["finish_reason"] == "prompt_too_long" for record in records(out)] == [True] * 70 + [False]
+
+
 def test_prepare_reads_what_was_written(target: Path, tmp_path: Path) -> None:
     prompts, out = write_prompts(tmp_path / "prompts.jsonl", 8), tmp_path / "answers.jsonl"
     with prompts.open("a") as file:
