@@ -82,9 +82,7 @@ def drafter_memory(
         Term("rows", f"{copies} batches of {rows} × {row_tokens} tokens", copies * row_bytes),
     )
     kept, recomputed = _activations(shape, train, rows * row_tokens, w, compiled)
-    loss = _loss(shape, train, w)
-    update = Term("optimizer", "4·P, gradients in fp32", 4 * p if w < 4 else 0)
-    return Memory(resident, ((kept, loss), (kept, recomputed), (update,)))
+    return Memory(resident, ((kept, _loss(shape, train, w, compiled)), (kept, recomputed)))
 
 
 def feeder_memory(target: TargetInfo, parameters: int, row_tokens: int) -> Memory:
@@ -131,13 +129,13 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
     )
 
 
-def _loss(shape: DrafterShape, train: TrainConfig, w: int) -> Term:
-    """Logits in the head's dtype, in fp32, and exponentiated; from the second chunk on also the slope of the one before."""
+def _loss(shape: DrafterShape, train: TrainConfig, w: int, compiled: bool) -> Term:
+    """Logits and slope in the head's dtype, and the slope of the chunk before; not compiled, logits and exponents in fp32 as well."""
     slots = train.micro_batch_rows * train.anchors_per_row * (shape.block_size - 1)
     first = min(_CHUNK, slots)
     second = min(_CHUNK, slots - first)
-    values = max((w + 8) * first, (w + 4) * first + 8 * second if second else 0)
-    formula = f"V × {first} positions in {w} bytes, and up to three times in fp32"
+    values = w * (2 * first + second) + (0 if compiled else 8 * first)
+    formula = f"V × {first + first + second} values of {w} bytes" + ("" if compiled else f", V × {first} twice in fp32")
     if train.objective == "distill":
         values, formula = 2 * values, f"{formula}, for the target's distribution as well"
     return Term("loss", formula, values * shape.vocab_size)
