@@ -171,37 +171,34 @@ def _through_sockets(
     draw, done = random.Random(seed + 1), threading.Event()
     service = FeederService(f"ipc://{directory}/honest.sock", plan, synthetic_weights(plan), run=RUN)
     liars = [f"ipc://{directory}/liar-{n}.sock" for n in range(_LIARS)]
+    tallies = [Tally() for _ in liars]
     with _serving(service), contextlib.ExitStack() as stack:
-        threads = [
-            threading.Thread(
-                target=_lie,
-                args=(endpoint, plan, random.Random(f"{seed} {endpoint[-6]}"), corpus, done, report.drafter),
-            )
-            for endpoint in liars
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            stack.callback(thread.join)
-        stack.callback(done.set)
         stream = StreamConfig(window_mib=8 * service.layout.nbytes / 2**20, row_seconds=60)
         client = stack.enter_context(
             RowClient([service.endpoint, *liars], synthetic_expectations(plan), rank=1, world=2, stream=stream)
         )
-        client.connect()
+        client.connect()  # the first feeder that answers is believed, so the liars come later
+        for endpoint, tally in zip(liars, tallies, strict=True):
+            arguments = (endpoint, plan, random.Random(f"{seed} {endpoint[-6]}"), corpus, done, tally)
+            thread = threading.Thread(target=_lie, args=arguments)
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(done.set)
         hostile = stack.enter_context(_Flood(service.endpoint, draw, corpus))
         taken, ordinals = 0, iter(range(10**9))
         client.schedule(RowKey("train", n) for n in ordinals)
-        before, resident = report.drafter.types.total(), 0
+        resident = 0
         while report.by_sockets < messages:
             if not resident and report.by_sockets >= messages // 10:
                 resident = _resident()
             hostile.send(64, report.feeder)
             taken += _take_right(client, RowKey("train", taken))
-            report.by_sockets = hostile.messages + report.drafter.types.total() - before
+            report.by_sockets = hostile.messages + sum(tally.types.total() for tally in tallies)
         for _ in range(50):
             taken += _take_right(client, RowKey("train", taken))
         report.rows += taken
+        for tally in tallies:
+            report.drafter.add(tally)
         report.growth_bytes += max(0, _resident() - resident)
 
 
@@ -257,7 +254,7 @@ class _Flood:
 def _lie(
     endpoint: str, plan: StreamPlan, draw: random.Random, corpus: list[Frames], done: threading.Event, tally: Tally
 ) -> None:
-    """Be a feeder that welcomes everybody, half of the time rightly, and then sends whatever it likes, but never ends a drafter by rightful words."""
+    """Be a feeder that welcomes everybody, mostly rightly, and then sends whatever it likes but the words that rightly end a drafter."""
     mutator, nbytes = Mutator(draw, corpus), RowLayout.of(plan).nbytes
     lines = [f for f in corpus if not isinstance(_decoded(f), m.Refused | m.RowError)]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
