@@ -70,6 +70,7 @@ def run(config: RunConfig, profile: ProfileRequest | None = None) -> None:
     lock = RunLock(config.run_dir, drafters=True, patience=_LOCK_SECONDS) if rank_of_process() == 0 else nullcontext()
     with lock:
         _train(config, stop, profile)
+    stop.finished()
 
 
 def _train(config: RunConfig, stop: Stopping, profile: ProfileRequest | None) -> None:

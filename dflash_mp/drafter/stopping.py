@@ -17,7 +17,7 @@ from dflash_mp.process import watch_signals
 from dflash_mp.stream.client_patience import StopRequest
 
 log = logging.getLogger(__name__)
-_SAME_SECONDS = 1.0  # a signal to a whole group comes directly, and again from a parent that hands it on
+_SAME_SECONDS = 3.0  # a signal to a whole group comes directly, and again from parents that hand it on
 _ASK_SECONDS = 0.5  # between two looks at what other ranks say
 _KEY = "dflash_mp/stop"
 
@@ -37,6 +37,11 @@ class Stopping:
         """Exchange requests with the other ranks through `store`; None in a world of one."""
         if store is not None:  # a connection of its own: waits on the other don't hold it up
             self._store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+
+    def finished(self) -> None:
+        """All is saved: a late signal must not make a failure of it. Call it from the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
     def anywhere(self) -> StopRequest | None:
         """The request of this process or, found out at most twice a second, of another rank. For use while waiting."""

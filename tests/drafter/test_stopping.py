@@ -44,7 +44,7 @@ def test_a_rank_that_is_deep_in_a_call_tells_the_others_and_ends_at_a_second_sig
         eventually(lambda: store.check(["dflash_mp/stop"]), "the other ranks can know")
         assert int(store.get("dflash_mp/stop")) == signal.SIGINT
         rank.send_signal(signal.SIGTERM)  # a parent hands on what the whole group got
-        time.sleep(1.2)
+        time.sleep(3.2)
         assert rank.poll() is None
         rank.send_signal(signal.SIGTERM)
         assert rank.wait(SECONDS) == 128 + signal.SIGTERM
