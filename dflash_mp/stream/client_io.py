@@ -41,7 +41,10 @@ _STARVING_POLL_MS = 20  # while the trainer waits and some feeder has nothing to
 
 
 class ClientIo:
-    """`start`, then `close`. `changed` is notified whenever a link, the weights or the thread change state."""
+    """`start`, then `close`. `changed` is notified whenever a link, the weights or the thread change state.
+
+    `wishes` are None where memory is not to be shared; a `roster` says when `endpoints` are others.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,6 @@ class ClientIo:
         wishes: LaneWishes | None = None,
         roster: Roster | None = None,
     ) -> None:
-        """`wishes` are None where memory is not to be shared; a `roster` says when `endpoints` are others."""
         self.plan: StreamPlan | None = None
         self.row_bytes = 0
         self.window: Window | None = None
@@ -233,10 +235,7 @@ class ClientIo:
         if isinstance(message, m.Row):
             self._row(link, message)
         elif isinstance(message, m.Placed):
-            if (
-                corrupted := self._ring_rows.receive(link, message, self.window)
-            ) is not None and self.window is not None:
-                self._corrupted(link, corrupted, self.window)
+            self._ring_rows.receive(link, message, self.window, self._corrupted)
         elif isinstance(message, m.Pong):
             link.pong = message
         elif isinstance(message, m.RowError):

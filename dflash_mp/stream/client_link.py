@@ -87,6 +87,7 @@ class Link:
     def abandon_lane(self) -> None:
         """The transport broke before anything was said."""
         self.lane = None
+        self._unsent.clear()
         self._poll_for(zmq.POLLIN | zmq.POLLOUT)
 
     @property

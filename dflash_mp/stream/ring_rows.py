@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -18,6 +18,8 @@ from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.messages import Placed
 from dflash_mp.stream.shared_memory import Loan
 from dflash_mp.stream.window import Request, Want, Window
+
+Corrupted = Callable[[Link, Request, Window], None]
 
 
 class RingRows:
@@ -38,8 +40,8 @@ class RingRows:
             for link in self._links:
                 link.give_back(loan)
 
-    def receive(self, link: Link, placed: Placed, window: Window | None) -> Request | None:
-        """Hand a row on to the window; returns its request if it is corrupted. Raises `ProtocolError` if it isn't what was asked for."""
+    def receive(self, link: Link, placed: Placed, window: Window | None, corrupted: Corrupted) -> None:
+        """Hand a row on to the window, or to `corrupted` if its checksum differs. Raises `ProtocolError` if it isn't what was asked for."""
         request = link.asked.get(placed.request)
         if request is None or window is None:
             raise ProtocolError(f"PLACED answers request {placed.request}, which was not made")
@@ -54,11 +56,10 @@ class RingRows:
             window.duplicate(request)
         elif link.checksums and xxhash.xxh3_64_intdigest(loan.buffer.numpy().data) != placed.checksum:
             link.give_back(loan)
-            return request
+            corrupted(link, request, window)
         else:
             link.rows += 1
             window.placed(request, loan)
-        return None
 
     def able(self, window: Window, live: list[Link]) -> list[Link]:
         """Which of the `live` feeders rows can be asked of; makes room for a row that the trainer waits for."""
