@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 
@@ -43,9 +44,8 @@ class FeederChild:
 
     def __init__(self, options: FeederChildOptions) -> None:
         self._pipe, theirs = SPAWN.Pipe()
-        os.environ[MARK] = mark_of(os.getpid())
         self._process = SPAWN.Process(target=_main, args=(theirs, options))
-        self._process.start()
+        start_marked(self._process)
         theirs.close()
         if not self._pipe.poll(_START_SECONDS):
             raise DflashError(f"the feeder does not listen after {_START_SECONDS:.0f} s", "its error is above")
@@ -99,6 +99,19 @@ class CheckingDrafter:
         while time.perf_counter() - start < seconds:
             self.take()
         return (self.rows - before) / (time.perf_counter() - start)
+
+
+def start_marked(process: SpawnProcess) -> None:
+    """Start it so that it can tell whose child it is (`dflash_mp.process.die_with_parent`)."""
+    before = os.environ.get(MARK)
+    os.environ[MARK] = mark_of(os.getpid())
+    try:
+        process.start()
+    finally:
+        if before is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = before
 
 
 def resident(pid: int) -> int:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 import zmq
 
 from dflash_mp.bench import zmtp
-from dflash_mp.bench.feeder_child import SPAWN, CheckingDrafter, FeederChild, FeederChildOptions
+from dflash_mp.bench.feeder_child import SPAWN, CheckingDrafter, FeederChild, FeederChildOptions, start_marked
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError
@@ -114,7 +114,7 @@ def _measure(
 def _attacker(endpoint: str, plan: StreamPlan) -> Iterator[Connection]:
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_attack, args=(theirs, endpoint, plan), daemon=True)
-    process.start()
+    start_marked(process)
     theirs.close()
     try:
         yield ours

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 
-from dflash_mp.bench.feeder_child import SPAWN, CheckingDrafter, FeederChild, FeederChildOptions, resident
+from dflash_mp.bench.feeder_child import SPAWN, CheckingDrafter, FeederChild, FeederChildOptions, resident, start_marked
 from dflash_mp.bench.synthetic import synthetic_plan
 from dflash_mp.errors import DflashError
 from dflash_mp.process import die_with_parent
@@ -65,7 +65,7 @@ def memory(rows: int = 10_000, transport: str = "tcp", shared_memory: bool = Fal
         with FeederChild(FeederChildOptions(endpoint, plan)) as feeder:
             ready = SPAWN.Event()
             other = SPAWN.Process(target=_stop_reading, args=(feeder.endpoint, plan, shared_memory, ready), daemon=True)
-            other.start()
+            start_marked(other)
             drafter = CheckingDrafter(feeder.endpoint, plan, shared_memory=shared_memory)
             try:
                 if not ready.wait(120):
