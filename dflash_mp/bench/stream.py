@@ -9,6 +9,7 @@ more than GB/s on a machine that has other work. Before anything is measured, ro
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import statistics
@@ -30,6 +31,7 @@ from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
 from dflash_mp.config import StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError
+from dflash_mp.process import MARK, mark_of
 from dflash_mp.stream.client import RowClient
 from dflash_mp.stream.handshake import SHARED_MEMORY
 from dflash_mp.stream.layout import RowLayout
@@ -225,7 +227,10 @@ class _Source:
             str(tokens),
             str(hidden),
         ]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, MARK: mark_of(os.getpid())}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         ports = self._read()
         self.endpoints = dict(zip(("ipc", "tcp"), ports["feeders"], strict=True))
         unix = socket.socket(socket.AF_UNIX)

@@ -22,6 +22,7 @@ import torch
 
 from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_weights
 from dflash_mp.data.row import RowKey
+from dflash_mp.process import die_with_parent
 from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.shared_memory import Ring
@@ -44,7 +45,8 @@ def pool_rows(nbytes: int) -> int:
 
 
 def main(directory: Path, tokens: int, hidden: int) -> None:
-    """Serve until standard input ends."""
+    """Serve until standard input ends, or the process that started this one."""
+    die_with_parent()
     torch.set_num_threads(1)
     plan = synthetic_plan(tokens, hidden)
     nbytes = RowLayout.of(plan).nbytes

@@ -6,6 +6,7 @@ The real feeder service and the real client, by ipc or by tcp over loopback, wit
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
 from dflash_mp.config import StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError
+from dflash_mp.process import MARK, mark_of
 from dflash_mp.stream.client import RowClient
 from dflash_mp.stream.layout import RowLayout
 
@@ -27,7 +29,10 @@ def probe_stream(kind: str) -> float:
     """Bytes per second by `kind`, "ipc" or "tcp": the better of two tries. Raises `DflashError` if the feeder process fails."""
     with tempfile.TemporaryDirectory(prefix="dflash-mp-doctor-") as directory:
         command = (sys.executable, "-m", "dflash_mp.bench.stream_source", directory, str(_TOKENS), str(_HIDDEN))
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
+        environment = {**os.environ, MARK: mark_of(os.getpid())}
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as source:
             try:
                 line = source.stdout.readline() if source.stdout is not None else ""
                 if not line:
