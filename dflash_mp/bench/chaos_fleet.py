@@ -26,6 +26,8 @@ from dflash_mp.supervisor import Part, Running
 
 FEEDERS = 2
 PHASES = ("starting", "connecting", "compiling", "first pass", "training", "evaluating", "checkpointing")
+_PYTHONS_DIRECTORY = re.compile(r"tmp\w{8}")
+_COMPILERS_FILE = re.compile(r"cc\w{6}\.(s|o|res|ld|le|ii)")
 _UNFINISHED = re.compile(r"\.step-\d{8}\.(\d+)\.tmp")  # a checkpoint that the process of that number writes
 _START_SECONDS = 60.0
 _ORPHAN_SECONDS = 10.0  # within which whatever a killed process had started must be gone
@@ -296,9 +298,16 @@ def _size(file: Path) -> int:
 
 
 def leftovers(places: Sequence[Path], shared_memory_before: set[str] | None = None) -> list[str]:
-    """Files below `places`, but for PyTorch's cache, and new ones in /dev/shm."""
+    """Files below `places`, but for what PyTorch's compilation puts there, and new ones in /dev/shm."""
     found = [path for place in places if place.exists() for path in sorted(place.rglob("*"))]
-    left = [str(path) for path in found if not any(part.startswith("torchinductor_") for part in path.parts)]
+    left = [str(path) for path in found if not any(map(_of_compilation, [path, *path.parents]))]
     if shared_memory_before is not None:
         left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_memory_before)]
     return left
+
+
+def _of_compilation(path: Path) -> bool:
+    """PyTorch's cache; and what it, or the C++ compiler, had open when it was killed: a directory with a header and its build, cc….s."""
+    if path.name.startswith("torchinductor_") or _COMPILERS_FILE.fullmatch(path.name):
+        return True
+    return _PYTHONS_DIRECTORY.fullmatch(path.name) is not None and any(path.glob("header*"))

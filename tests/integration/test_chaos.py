@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dflash_mp.bench.chaos_fleet import PHASES
+from dflash_mp.bench.chaos_fleet import PHASES, leftovers
 from dflash_mp.bench.chaos_kills import Deck
 from dflash_mp.bench.chaos_report import STEPS, VICTIMS, ChaosReport, Kill, compare
 
@@ -54,6 +54,13 @@ def test_the_reports_of_fleets_add_up(tmp_path: Path) -> None:
         both.add(ChaosReport.read_json(tmp_path / "one.json"))
     assert (both.runs, both.rows_again, both.orphans, both.kills) == (4, 16, ["a", "a"], one.kills * 2)
     assert not both.ok
+
+
+def test_what_a_killed_compilation_leaves_is_pytorchs_and_all_else_is_named(tmp_path: Path) -> None:
+    for name in ("tmpabcdefgh/header.hpp", "torchinductor_me/x/y.so", "ccAbCdEf.s", "tmpother/data", "socket"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    assert leftovers([tmp_path]) == [str(tmp_path / name) for name in ("socket", "tmpother", "tmpother/data")]
 
 
 def _checkpoint(run_dir: Path, **tensors: torch.Tensor) -> None:
