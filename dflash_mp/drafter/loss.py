@@ -2,7 +2,7 @@
 
 The head has no gradient, so the gradient with respect to the hidden states is computed in the forward pass, chunk by chunk, and the backward
 pass only scales it. Memory: a few buffers of `chunk × V` float32, whatever the number of blocks. Slot 0 is the anchor and never reaches
-the head; on a CPU nor does any slot without weight (on CUDA shapes stay static; the results are equal).
+the head; on a CPU nor does any slot without weight, unless compiled (static shapes; the results are equal).
 
 Losses come as sums, so that the caller can normalise by the weight of a whole optimizer step over all ranks. With no weight at all the loss
 is 0 and so is every gradient, which still exists: a rank without a valid anchor takes part like the others.
@@ -71,7 +71,7 @@ def block_loss(
     size = labels.shape[-1]
     slots = hidden.unflatten(1, labels.shape[1:])[:, :, 1:].flatten(0, 2)
     label, weight = labels[:, :, 1:].reshape(-1).long(), weights[:, :, 1:].reshape(-1).float()
-    chosen = weight.nonzero().squeeze(1) if _skips_unscored(hidden) else None
+    chosen = weight.nonzero().squeeze(1) if skips_unscored(hidden, compiled) else None
     if chosen is not None:
         slots, label, weight = slots[chosen], label[chosen], weight[chosen]
     width = chunk or (_CHUNK_CUDA if hidden.is_cuda else _CHUNK_CPU)
@@ -84,8 +84,9 @@ def block_loss(
     return BlockLoss(total, weight.sum(), correct)
 
 
-def _skips_unscored(hidden: torch.Tensor) -> bool:
-    return not hidden.is_cuda
+def skips_unscored(hidden: torch.Tensor, compiled: bool) -> bool:
+    """Whether slots without weight are left out before the head, so that shapes differ from row to row."""
+    return not hidden.is_cuda and not compiled
 
 
 class _HeadCrossEntropy(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_mp.drafter.loss import BlockLoss
+from dflash_mp.drafter.loss import BlockLoss, skips_unscored
 
 _CHUNK_CUDA = 4096
 _CHUNK_CPU = 256
@@ -72,7 +72,7 @@ def _slot_losses(
     slots = hidden.unflatten(1, (blocks, size))[:, :, 1:].flatten(0, 2)
     label, used = labels[:, :, 1:].reshape(-1).long(), scored[:, :, 1:].reshape(-1)
     told = None if teacher is None else teacher.flatten(0, 2)
-    chosen = used.nonzero().squeeze(1) if _skips_unscored(hidden) else None
+    chosen = used.nonzero().squeeze(1) if skips_unscored(hidden, head.compiled) else None
     if chosen is not None:
         slots, label, told = slots[chosen], label[chosen], None if told is None else told[chosen]
     loss, right = _PositionLoss.apply(slots, label, told, head)
@@ -82,10 +82,6 @@ def _slot_losses(
         loss = loss.new_zeros(used.shape).index_put((chosen,), loss)
         right = right.new_zeros(used.shape).index_put((chosen,), right)
     return loss.view(rows, blocks, size - 1), right.view(rows, blocks, size - 1)
-
-
-def _skips_unscored(hidden: torch.Tensor) -> bool:
-    return not hidden.is_cuda  # on CUDA shapes stay static
 
 
 def _with_anchor(right: torch.Tensor) -> torch.Tensor:

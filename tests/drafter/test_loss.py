@@ -65,11 +65,26 @@ def test_static_shapes_give_the_same_as_leaving_out_unscored_slots(monkeypatch) 
     hidden, head, labels, weights = material(1)
     compact = block_loss(hidden, head, labels, weights)
     (gradient,) = torch.autograd.grad(compact.total, hidden)
-    monkeypatch.setattr("dflash_mp.drafter.loss._skips_unscored", lambda hidden: False)
+    monkeypatch.setattr("dflash_mp.drafter.loss.skips_unscored", lambda hidden, compiled: False)
     static = block_loss(hidden, head, labels, weights)
     torch.testing.assert_close(static.total, compact.total)
     torch.testing.assert_close(torch.autograd.grad(static.total, hidden)[0], gradient)
     assert torch.equal(static.correct, compact.correct)
+
+
+def test_what_is_compiled_sees_one_shape_however_many_slots_are_scored() -> None:
+    shapes = []
+
+    def watched(logits: torch.Tensor, *more: object) -> object:
+        shapes.append(logits.shape)
+        return _cross_entropy(logits, *more)
+
+    with mock.patch("dflash_mp.drafter.loss._compiled_cross_entropy", return_value=watched):
+        for share in (0.0, 0.3, 1.0):
+            hidden, head, labels, weights = material(3, share=share)
+            block_loss(hidden, head, labels, weights, compiled=True)
+    assert len(shapes) == 3
+    assert len(set(shapes)) == 1
 
 
 def test_sums_do_not_depend_on_how_rows_are_split() -> None:
