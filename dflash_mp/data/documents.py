@@ -144,6 +144,8 @@ def _message(item: dict[str, Any], where: str) -> Message:
         message["content"] = ""
     else:
         _string(content, "content", where)
+    if message["role"] == "assistant" and isinstance(message.get("reasoning"), str):
+        message.setdefault("reasoning_content", message["reasoning"])  # the name that most templates read
     return message
 
 

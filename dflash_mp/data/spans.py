@@ -21,6 +21,7 @@ from dflash_mp.data.chat_template import ChatTemplate, TemplateProblem
 from dflash_mp.data.documents import Document, Message
 from dflash_mp.data.skeleton import (
     PLAIN,
+    REASONING_KEYS,
     Shape,
     Skeleton,
     Span,
@@ -57,6 +58,7 @@ class SpanFinder:
         try:
             rendered = self._annotate(messages, tools)
             _check_tool_calls(rendered, messages)
+            _check_reasoning(rendered, messages)
             return rendered
         except TemplateProblem as problem:
             raise DataError(
@@ -211,6 +213,18 @@ def _check_tool_calls(rendered: Rendered, messages: list[Message]) -> None:
             name = function.get("name") if isinstance(function, dict) else None
             if not isinstance(name, str) or not any(name in text for text in spoken):
                 raise TemplateProblem(f"the chat template leaves out a tool call of message {number}")
+
+
+def _check_reasoning(rendered: Rendered, messages: list[Message]) -> None:
+    """Templates may leave out the reasoning of earlier answers; without the last one's the target would be taught not to think."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+    thought = next((last[key].strip() for key in REASONING_KEYS if isinstance(last.get(key), str)), "")
+    if thought and not (
+        rendered.spans and thought in rendered.text[rendered.spans[-1].start : rendered.spans[-1].stop]
+    ):
+        raise TemplateProblem(
+            f"the chat template leaves out the reasoning of message {len(messages)} (the last answer)"
+        )
 
 
 def _common_prefix(one: str, other: str) -> int:

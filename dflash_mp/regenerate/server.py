@@ -269,7 +269,10 @@ def _reply(answer: dict[str, Any], place: str) -> tuple[Message, str, int]:
         choice = answer["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]
         used = (answer.get("usage") or {}).get("completion_tokens") or 0
-        kept = {key: message[key] for key in ("reasoning_content", "tool_calls") if message.get(key)}
+        thought = message.get("reasoning_content") or message.get("reasoning")  # servers' older and newer name
+        kept = {"reasoning_content": thought} if thought else {}
+        if message.get("tool_calls"):
+            kept["tool_calls"] = message["tool_calls"]
         content = message.get("content")
     except (KeyError, IndexError, TypeError, AttributeError):
         raise TargetError(

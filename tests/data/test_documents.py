@@ -68,6 +68,12 @@ def test_tools_and_tool_calls_are_kept() -> None:
     assert document.messages[1] == {**call, "content": ""}
 
 
+def test_reasoning_under_its_newer_name_is_reasoning() -> None:
+    document = _document({"messages": [QUESTION, {**ANSWER, "reasoning": "why"}]})
+    assert document.messages is not None
+    assert document.messages[1]["reasoning_content"] == "why"
+
+
 def test_a_given_shape_is_the_only_one_tried() -> None:
     record = {"prompt": "q", "response": "a", "text": "t"}
     assert _document(record, "text").text == "t"

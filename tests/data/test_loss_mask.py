@@ -333,3 +333,11 @@ def test_a_conversation_is_rendered_once() -> None:
         [Document("x", messages=_conversation(f"q{n}", f"<think>{n}</think>a{n}", "q", "b")) for n in range(9)]
     )
     assert calls == 9
+
+
+def test_reasoning_of_the_last_answer_that_the_template_leaves_out_is_named() -> None:
+    talk = _conversation("q", "a", "q", "b")
+    talk[3]["reasoning_content"] = "how"
+    assert _masked(byte_tokenizer(families.QWEN3), talk)[1].startswith("<think>\nhow\n</think>")
+    with pytest.raises(DataError, match=r"chats.jsonl:7: .*leaves out the reasoning of message 4"):
+        _masked(byte_tokenizer(families.CHATML), talk)
