@@ -10,10 +10,11 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dflash_mp"
 
-_BASE = {"errors", "process", "config", "logs"}
+_BASE = {"addresses", "errors", "process", "config", "logs"}
 # Each layer and the layers it may import. A layer is a folder or a module directly below dflash_mp.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "addresses": set(),
     "split": set(),
     "process": {"errors"},
     "logs": set(),

@@ -7,6 +7,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from dflash_mp.addresses import is_of_this_host
 from dflash_mp.config import RunConfig
 from dflash_mp.doctor.files import check_other_clock
 from dflash_mp.doctor.finding import Finding, green, of_error, red, yellow
@@ -111,8 +112,7 @@ def roles_here(endpoints: list[str]) -> tuple[bool, bool]:
     """Whether feeders, and whether drafters run on this host, as their addresses tell: where none is of this host, only drafters; where one is that other
     hosts reach, only feeders; else both.
     """
-    elsewhere = [_state(endpoint) == "elsewhere" for endpoint in endpoints]
-    if all(elsewhere):
+    if not any(is_of_this_host(endpoint) for endpoint in endpoints):
         return False, True
     others_reach = any(not is_loopback(endpoint) for endpoint in endpoints)
     return True, not others_reach

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from dflash_mp.addresses import is_of_this_host
 from dflash_mp.config import RunConfig
 from dflash_mp.doctor.devices import Gpu
 from dflash_mp.doctor.finding import Finding, gib, green, red, yellow
@@ -44,6 +46,15 @@ class Plans:
     def feeders(self) -> int:
         """Of the run, at most."""
         return len(self.config.feeder_endpoints()) if self.config.gpus is None else self.config.gpus - 1
+
+    @cached_property
+    def feeders_here(self) -> list[int]:
+        """The numbers of those on this host: at its addresses, or all where none is its own and it feeds all the same."""
+        if self.config.gpus is not None:
+            return list(range(self.feeders))
+        endpoints = self.config.feeder_endpoints()
+        own = [number for number, endpoint in enumerate(endpoints) if is_of_this_host(endpoint)]
+        return own or list(range(len(endpoints)))
 
     def row_bytes(self, row_tokens: int | None = None) -> int:
         """Bytes of a row on the stream."""
@@ -106,8 +117,9 @@ def _placement(plans: Plans, gpus: Sequence[Gpu]) -> dict[int, list[tuple[str, M
     if plans.on_gpu and plans.trains:
         for rank in range(1 if config.gpus is not None else config.train.drafters):
             placed.setdefault(rank, []).append((f"drafter {rank}", plans.drafter()))
-    devices = config.feed.devices or [config.target.device] * (1 if config.gpus is not None else plans.feeders)
-    for number, device in enumerate(devices if plans.feeds else ()):
+    numbers = plans.feeders_here if config.gpus is None else [0]
+    for number in numbers if plans.feeds else ():
+        device = config.feed.devices[number] if config.feed.devices else config.target.device
         kind, _, index = ("cuda" if device == "auto" and gpus else device).partition(":")
         if kind == "cuda":
             where = 1 if config.gpus is not None else int(index or 0)
@@ -167,7 +179,8 @@ def _host(plans: Plans, gpus: Sequence[Gpu]) -> Finding:
     frozen = plans.drafter().resident[-2].nbytes
     rank_load = 4 * p + frozen if plans.on_gpu else plans.drafter().nbytes
     window = int(config.stream.window_mib * 2**20)
-    of_feeders = int(plans.feeders * (feeder_load + one_feeder)) if plans.feeds else 0
+    feeders = len(plans.feeders_here)
+    of_feeders = int(feeders * (feeder_load + one_feeder)) if plans.feeds else 0
     of_drafters = int(plans.drafters * (rank_load + window)) if plans.trains else 0
     needed = of_feeders + of_drafters if config.gpus is None else max(of_feeders, of_drafters)
     details = tuple(
@@ -176,7 +189,7 @@ def _host(plans: Plans, gpus: Sequence[Gpu]) -> Finding:
             (
                 plans.feeds,
                 feeder_load + one_feeder,
-                plans.feeders,
+                feeders,
                 "feeders: the target as it is loaded, and slots for rows",
             ),
             (

@@ -176,6 +176,19 @@ def test_what_runs_on_a_host_follows_from_the_feeders_addresses(tmp_path: Path) 
         assert {finding.about for finding in about(found, "memory, cuda")} == counted
 
 
+def test_feeders_of_other_hosts_take_no_memory_of_this_one(tmp_path: Path) -> None:
+    """Each of three hosts has a feeder on its cuda:0."""
+    endpoints = ["tcp://192.0.2.1:5555", "tcp://127.0.0.1:5555", "tcp://198.51.100.1:5555"]
+    feed = {"endpoints": endpoints, "devices": ["cuda:0", "cuda:0", "cuda:0"], "insecure_no_auth": True}
+    config = large_run(tmp_path, feed=feed)
+    plans = Plans(config, read_target_size(config.target, "bfloat16"), True, trains=False)
+    found = check_fit(plans, gpus_of(32, 1))
+    (gpu,), (host,) = about(found, "memory, cuda:0"), about(found, "host memory of")
+    assert gpu.level == "green"
+    assert gpu.found.startswith("a feeder needs")
+    assert "for each of 1 feeders" in host.details[0]
+
+
 def test_gpus_of_which_the_same_is_to_be_said_share_a_line(tmp_path: Path) -> None:
     config = large_run(tmp_path, feed={"count": 2, "devices": ["cuda:2", "cuda:3"]}, train={"drafters": 2})
     found = check_fit(Plans(config, read_target_size(config.target, "bfloat16"), True), gpus_of(80, 4))
