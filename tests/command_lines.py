@@ -1,8 +1,8 @@
 """Command lines in texts: where they stand, and whether the command line's own parsers take them.
 
 A line of a code block (fenced as a shell's or not at all, or indented) is a command line when its first word is a program: one that is
-known here, that this machine has, or a script of this project. In running text, code that begins with one of `NAMED` is one, too;
-it may leave out what is required, since it stands for a command and not for a call.
+known here or a script of this project, or any that runs `dflash-mp`; what this machine has plays no part. In running text, code that
+begins with one of `NAMED` is one, too; it may leave out what is required, since it stands for a command and not for a call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,8 @@ PROGRAMS = {
     "git",
     "make",
     "mlflow",
+    "python3",
+    "sed",
 }
 _SHELLS = {"", "bash", "sh", "shell", "console"}
 _PROMPT = re.compile(r"^(?:[\w.-]*\$|#)\s+")
@@ -101,11 +102,8 @@ def is_command(text: str) -> bool:
         return False
     first = words[0]
     script = "/" in first and (ROOT / first).is_file()
-    return first in PROGRAMS or script or (re.fullmatch(r"[a-z][\w.-]*", first) is not None and _has(first))
-
-
-def _has(program: str) -> bool:
-    return shutil.which(program) is not None
+    behind = re.fullmatch(r"[a-z][\w.-]*", first) is not None and "dflash-mp" in words
+    return first in PROGRAMS or script or behind
 
 
 def without_variables(text: str) -> str:
