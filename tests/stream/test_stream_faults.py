@@ -51,7 +51,7 @@ def test_with_no_feeder_left_the_wait_is_bounded_and_names_what_is_missing(tmp_p
             start = time.monotonic()
             with pytest.raises(StreamError) as caught:
                 list(take_all(client, keys(1, 9)))
-            assert time.monotonic() - start < 3
+            assert 0.9 < time.monotonic() - start < 20
         text = str(caught.value)
         assert "rank 1: train row " in text
         assert "did not come within 1 s: no feeder is left" in text
