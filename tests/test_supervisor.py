@@ -140,7 +140,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         code, _ = run.finish()
         assert run.processes() == []
     assert code == 130
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25  # less than any patience of a run
 
 
 def test_a_failure_while_stopping_is_reported_as_such(tmp_path: Path) -> None:
