@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dflash_mp.data.skeleton import PLAIN, Message, split_stand_ins, stand_in
 
 Thinking = Literal["default", "on", "off"]
+_THINK, _THINK_END = "<think>", "</think>"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # A template that prints today's date would make other rows tomorrow.
 _FIXED_DATE = (
@@ -93,6 +94,13 @@ class ChatTemplate:
             without, full = self.render([_QUESTION], mode=mode), self.render([_QUESTION], prompt=True, mode=mode)
             prompts.append(full[len(without) :] if full.startswith(without) else "")
         return list(dict.fromkeys(prompts))
+
+    @cached_property
+    def opened_thought(self) -> str:
+        """What the generation prompt holds of the thought, from `<think>` on; "" unless it opens one and leaves it open."""
+        prompt = self.generation_prompts[0]
+        opened = _THINK in prompt and _THINK_END not in prompt
+        return prompt[prompt.index(_THINK) :] if opened else ""
 
     def check(self) -> None:
         """Raise `TemplateProblem` unless the template ends an assistant's turn with a special token."""

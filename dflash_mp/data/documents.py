@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dflash_mp.data.skeleton import REASONING_KEYS
 from dflash_mp.errors import DataError
 
 Message = dict[str, Any]
@@ -84,6 +85,17 @@ class Document:
         said = [[m["role"], _stripped(m.get("content")), m.get("tool_calls")] for m in self.messages]
         return json.dumps(said, sort_keys=True, default=str).encode()
 
+    def cut_inside_thought(self, opened: bool) -> bool:
+        """Whether the last answer was cut before its thought ended; `opened`: a thought may begin without its mark."""
+        if not self.unfinished or not self.messages:
+            return False
+        last = self.messages[-1]
+        content = last["content"]
+        if any(last.get(key) for key in REASONING_KEYS):
+            return not content.strip() and not last.get("tool_calls")
+        begun, ended = content.rfind("<think>"), content.rfind("</think>")
+        return begun > ended or (opened and ended < 0)
+
     def characters(self) -> int:
         """About how long the document is; for batching."""
         return sum(len(m["content"]) for m in self.messages) if self.messages is not None else len(self.text or "")
@@ -140,7 +152,7 @@ def _message(item: dict[str, Any], where: str) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = "".join(_text_parts(content, where))
-    elif content is None and message.get("tool_calls"):
+    elif content is None and (message.get("tool_calls") or any(message.get(key) for key in REASONING_KEYS)):
         message["content"] = ""
     else:
         _string(content, "content", where)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from dflash_mp.data.chat_template import ChatTemplate, Thinking
+from dflash_mp.data.chat_template import ChatTemplate, TemplateProblem, Thinking
 from dflash_mp.data.documents import Document
 from dflash_mp.data.skeleton import Span
 from dflash_mp.data.spans import Rendered, SpanFinder
@@ -67,7 +67,8 @@ class DocumentEncoder:
         self._tokenizer = tokenizer
         self._backend = _exact_backend(tokenizer)
         self._lossless = _is_lossless(self._backend)
-        self._finder = SpanFinder(ChatTemplate(tokenizer, thinking))
+        self._template = ChatTemplate(tokenizer, thinking)
+        self._finder = SpanFinder(self._template)
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         probe = tokenizer("a")["input_ids"]
         self._first = [probe[0]] if len(probe) > 1 and probe[0] == tokenizer.bos_token_id else []
@@ -90,6 +91,17 @@ class DocumentEncoder:
                 pending = batch, rendered, encodings
             if pending:
                 yield pending[0], self._mask(pending[0], pending[1], pending[2].result())
+
+    def opens_thought(self) -> bool:
+        """Whether the template's generation prompt opens the thought, so that an answer need not."""
+        if not self._tokenizer.chat_template:
+            return False
+        try:
+            return bool(self._template.opened_thought)
+        except (
+            TemplateProblem
+        ):  # it takes no single question; a conversation that it refuses is named where it is rendered
+            return False
 
     def _tokenise(self, texts: list[str]) -> list[Encoding]:
         return self._backend.encode_batch(texts, add_special_tokens=False)

@@ -31,6 +31,7 @@ from dflash_mp.errors import ConfigError, DataError
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 _PROMPT_CHARACTERS = 2000
+_INSIDE_THOUGHT = "answer cut inside its thought when generated"
 _UNFINISHED = "answer cut when generated"
 
 
@@ -81,6 +82,7 @@ class _Preparation:
         self._longest = data.max_document_tokens or data.row_tokens
         self._shard_rows = max(1, data.shard_tokens // data.row_tokens)
         self._encoder = DocumentEncoder(tokenizer, data.thinking)
+        self._opens_thought = self._encoder.opens_thought()
         self._packers = {split: RowPacker(data.row_tokens, data.min_supervised_tokens) for split in SPLITS}
         self._writers = {split: SplitWriter(directory, split, data.row_tokens, self._shard_rows) for split in SPLITS}
         self._prompts = PromptWriter(directory)
@@ -92,11 +94,24 @@ class _Preparation:
         self._directory_of_source = "" if source.path.startswith(HUB_PREFIX) else f"{Path(source.path).parent}/"
         counts = SourceCounts(str(Path(source.path)).removeprefix(self._directory_of_source))
         self._sources.append(counts)
-        documents = (to_document(record, source.format) for record in read_source(source))
+        documents = self._usable((to_document(record, source.format) for record in read_source(source)), counts)
         for batch, encoded in self._encoder.encode_batches(_batches(documents)):
             for document, tokens in zip(batch, encoded, strict=True):
                 self._place(document, tokens, counts)
             advance(len(batch), sum(len(tokens.input_ids) for tokens in encoded))
+
+    def _usable(self, documents: Iterator[Document], counts: SourceCounts) -> Iterator[Document]:
+        """Those that are worth encoding; the others are counted."""
+        for document in documents:
+            if document.cut_inside_thought(self._opens_thought):
+                reason = _INSIDE_THOUGHT
+            elif document.unfinished and self._data.unfinished == "drop":
+                reason = _UNFINISHED
+            else:
+                yield document
+                continue
+            counts.documents += 1
+            counts.dropped[reason] = counts.dropped.get(reason, 0) + 1
 
     def finish(self, settings: dict[str, Any]) -> Manifest:
         """Write what is still open, and the manifest. Raises `DataError` when nothing is left to train on."""
@@ -131,9 +146,6 @@ class _Preparation:
     def _place(self, document: Document, tokens: EncodedDocument, counts: SourceCounts) -> None:
         counts.documents += 1
         if document.unfinished:
-            if self._data.unfinished == "drop":
-                counts.dropped[_UNFINISHED] = counts.dropped.get(_UNFINISHED, 0) + 1
-                return
             tokens = _without_last_end(tokens)
         kept = _cut(tokens, self._longest)
         supervised = int(kept.loss_mask.sum())

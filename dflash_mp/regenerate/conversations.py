@@ -48,6 +48,11 @@ class Answered:
         return {**fields, "finish_reason": self.finish_reason, "answer_tokens": self.tokens}
 
 
+def without_torn_character(text: str) -> str:
+    """A cut answer without the character, of several tokens, that the cut may have torn."""
+    return text.rstrip("\ufffd")
+
+
 def read_conversations(sources: Sequence[SourceConfig]) -> Iterator[Conversation]:
     """The conversations of all sources in turn. Raises `DataError`."""
     index = 0

@@ -17,14 +17,13 @@ from dflash_mp.data.chat_template import ChatTemplate, TemplateProblem, Thinking
 from dflash_mp.data.documents import Message
 from dflash_mp.errors import DataError
 from dflash_mp.regenerate.choice import AnswerOptions, uniforms
-from dflash_mp.regenerate.conversations import Answered, Conversation
+from dflash_mp.regenerate.conversations import Answered, Conversation, without_torn_character
 from dflash_mp.regenerate.slots import SlotOptions, Slots, Text
 from dflash_mp.target.load import Target
 
 _STEPS = 8  # between two looks at which texts are done
 _REFILL = 16  # slots are filled again when one in so many is free: a pass of prompts costs as much as several of single tokens
 _WINDOWS = 16  # conversations tokenised together, for each slot
-_THINK = "<think>"
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,7 @@ class _Reader:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, thinking)
         # A template may open the thinking itself; then the answer's text lacks the mark that later renderings look for.
-        prompt = self._template.generation_prompts[0]
-        opened = _THINK in prompt and "</think>" not in prompt
-        self._opening = prompt[prompt.index(_THINK) :] if opened else ""
+        self._opening = self._template.opened_thought
 
     def questions(self, asked: list[tuple[Conversation, int, list[Message], int]]) -> list[_Question]:
         """Tokenise (conversation, turn, messages, tokens written before)."""
@@ -138,9 +135,12 @@ class _Reader:
 
     def answers(self, texts: list[Text]) -> list[str]:
         """The answers as text, without the token that ended them."""
-        ids = [text.tokens[:-1] if text.stopped else text.tokens for text in texts]
         # One by one: what `batch_decode` gives for no text at all differs between versions of transformers.
-        return [self._opening + self._decode(tokens) for tokens in ids]
+        return [
+            self._opening
+            + (self._decode(text.tokens[:-1]) if text.stopped else without_torn_character(self._decode(text.tokens)))
+            for text in texts
+        ]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -24,7 +24,7 @@ from typing import Any
 from dflash_mp.data.documents import Message
 from dflash_mp.errors import ConfigError, TargetError
 from dflash_mp.regenerate.choice import AnswerOptions
-from dflash_mp.regenerate.conversations import Answered, Conversation
+from dflash_mp.regenerate.conversations import Answered, Conversation, without_torn_character
 
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _MOST_BYTES = 64 << 20
@@ -285,6 +285,8 @@ def _reply(answer: dict[str, Any], place: str) -> tuple[Message, str, int]:
             f"{place}: the server's message has no content", "check that it is an OpenAI-compatible server"
         )
     ended = "length" if reason == "length" else "stop"
+    if ended == "length":
+        content = without_torn_character(content)
     if reason not in ("stop", "length", "tool_calls"):
         raise TargetError(
             f"{place}: the server ended its answer with {reason!r}", "check the server's settings, or remove the record"

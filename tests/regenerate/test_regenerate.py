@@ -68,6 +68,7 @@ def test_answers_come_in_the_order_of_the_prompts_with_their_settings_beside_the
         assert [m["role"] for m in record["messages"]] == ["user", "assistant"]
         assert record["messages"][0]["content"].startswith(f"question {n}")
         assert record["finish_reason"] == ("length" if record["answer_tokens"] == NEW else "stop")
+        assert record["finish_reason"] == "stop" or not record["messages"][1]["content"].endswith("\ufffd")
     settings = json.loads((tmp_path / "answers.jsonl.settings.json").read_text())
     assert settings["temperature"] == 0.0
     assert settings["max_new_tokens"] == NEW
