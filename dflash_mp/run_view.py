@@ -1,19 +1,23 @@
 """What `dflash-mp run` shows: one live view on a terminal; elsewhere, and as JSON, the lines of its parts.
 
 Both read what the parts write (their log files and `metrics.jsonl`) and never stand between a part and its log: a slow terminal slows
-nothing. Each reads at most a MiB of a log at a time; lines that are not metrics are skipped, not failed on.
+nothing. Each reads at most a MiB of a log at a time; lines that are not metrics are skipped, not failed on. An output that is gone (a closed
+pipe, a hung-up terminal) ends the view with one warning, and not the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,6 +28,7 @@ from rich.text import Text
 from dflash_mp import logs
 from dflash_mp.supervisor import Running
 
+log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 20
 _REFRESH_SECONDS = 0.5
 _EVENT_LINES = 10
@@ -137,11 +142,58 @@ class LiveView:
         return Group(head, parts, *events)
 
 
-def open_view(run_dir: Path, steps: int, settings: logs.Settings) -> LiveView | PlainView:
+class View:
+    """Shows `view` for as long as `out`, the stream that it writes to, takes it. The first OSError switches it off; nothing is raised."""
+
+    def __init__(self, view: LiveView | PlainView, out: TextIO) -> None:
+        self._view, self._out = view, out
+        self._on = True
+
+    def __call__(self, running: Sequence[Running]) -> None:
+        if self._on:
+            try:
+                self._view(running)
+            except OSError as error:
+                self._switch_off(error)
+
+    def __enter__(self) -> View:
+        try:
+            self._view.__enter__()
+        except OSError as error:
+            self._switch_off(error)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._on:
+            try:
+                self._view.__exit__(*error)
+            except OSError as gone:
+                self._switch_off(gone)
+
+    def _switch_off(self, error: OSError) -> None:
+        self._on = False
+        with contextlib.suppress(OSError):  # a stream without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(
+                nowhere, self._out.fileno()
+            )  # what is buffered would fail again, at the latest when the process ends
+            os.close(nowhere)
+        with contextlib.suppress(OSError):  # of that same stream
+            self._view.__exit__()
+        log.warning("the run goes on, but shows nothing more: %s; logs are in RUN/logs", error)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process."""
+        raise BrokenPipeError("the output's reader is gone")
+
+
+def open_view(run_dir: Path, steps: int, settings: logs.Settings) -> View:
     """The view for where the output goes; a context manager to be called with the running parts."""
-    console = Console()
+    console = _Console()
     live = console.is_terminal and settings.format == "text" and settings.level in ("debug", "info")
-    return LiveView(run_dir, steps, console) if live else PlainView(settings=settings)
+    return View(LiveView(run_dir, steps, console) if live else PlainView(settings=settings), sys.stdout)
 
 
 def parse_metrics(line: str) -> dict[str, Any]:

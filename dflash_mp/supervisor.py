@@ -127,7 +127,7 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     patience: Patience = Patience(),
 ) -> signal.Signals | None:
-    """Run `parts` to their common end, calling `watch` about ten times a second. Call it from the main thread.
+    """Run `parts` to their common end, calling `watch` about ten times a second. Call it from the main thread. What `watch` raises kills the run.
 
     Returns the signal after an orderly stop, None when the work was done before one came. Raises `PartFailed`, `Stopped`, or `DflashError` when a process survives SIGKILL.
     """
