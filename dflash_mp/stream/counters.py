@@ -5,23 +5,13 @@ A snapshot holds the locks that it needs for microseconds: it delays neither a f
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from dflash_mp.stream.client_io import ClientIo
 from dflash_mp.stream.feeder_io import FeederIo
-from dflash_mp.stream.feeder_peers import Peers, TimeSpent
+from dflash_mp.stream.feeder_peers import DrafterStatus, Peers, TimeSpent
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.slots import SlotPool
-
-
-@dataclass(frozen=True)
-class PeerCounters:
-    """One connected drafter, since it connected."""
-
-    rank: int
-    rows: int
-    outstanding: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +28,7 @@ class FeederCounters:
     slot_bytes: int
     current_row_seconds: float  # of the row in the making; 0 when there is none
     errors: dict[str, int]  # by kind
-    drafters: tuple[PeerCounters, ...]
+    drafters: tuple[DrafterStatus, ...]
 
 
 @dataclass(frozen=True)
@@ -58,31 +48,26 @@ class ClientCounters:
 
 def feeder_counters(peers: Peers, io: FeederIo, pool: SlotPool, layout: RowLayout) -> FeederCounters:
     """The counters of a feeder made of these."""
-    everyone, delivered, made = (
-        peers.all(),
-        peers.delivered,
-        peers.rows,
-    )  # in this order: what is delivered has been made
-    _, since = peers.busy or (None, time.monotonic())
+    now = peers.snapshot()
     return FeederCounters(
-        made_rows=made,
-        made_tokens=made * layout.row_tokens,
-        delivered_rows=delivered,
-        delivered_bytes=delivered * layout.nbytes,
-        time_spent=peers.time_spent(),
-        queued_rows=peers.queued(),
-        held_rows=peers.held(),
-        slot_bytes=(pool.made + peers.ring_rows()) * layout.nbytes,
-        current_row_seconds=max(0.0, time.monotonic() - since),
+        made_rows=now.made,
+        made_tokens=now.made * layout.row_tokens,
+        delivered_rows=now.delivered,
+        delivered_bytes=now.delivered * layout.nbytes,
+        time_spent=now.spent,
+        queued_rows=now.queued,
+        held_rows=now.held,
+        slot_bytes=(pool.made + now.ring_rows) * layout.nbytes,
+        current_row_seconds=now.current_seconds,
         errors={
             "malformed": io.malformed,
             "refused": io.refused,
             "silent": io.silent,
             "disconnected": io.disconnected,
-            "row_retryable": peers.failed_rows[True],
-            "row_final": peers.failed_rows[False],
+            "row_retryable": now.failed[True],
+            "row_final": now.failed[False],
         },
-        drafters=tuple(PeerCounters(peer.hello.rank, peer.rows, peer.outstanding) for peer in everyone),
+        drafters=now.drafters,
     )
 
 

@@ -22,7 +22,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError, StreamError
 from dflash_mp.stream.counters import FeederCounters, feeder_counters
 from dflash_mp.stream.feeder_io import FeederIo
-from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Job, Peers
+from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, DrafterStatus, Job, Peers, Snapshot
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.messages import Bye, reason
@@ -33,17 +33,6 @@ from dflash_mp.stream.weights import FrozenWeights, WeightsServer
 Compute = Callable[[RowKey, torch.Tensor], None]
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class DrafterStatus:
-    """One connected drafter. `rows` are those that it has received."""
-
-    name: str
-    rank: int
-    lane: str
-    outstanding: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -133,7 +122,7 @@ class FeederService:
     @property
     def slot_bytes(self) -> int:
         """Memory that rows take up now."""
-        return (self._pool.made + self._peers.ring_rows()) * self.layout.nbytes
+        return (self._pool.made + self._peers.snapshot().ring_rows) * self.layout.nbytes
 
     def serve(self, compute: Compute, stop: threading.Event, stats_seconds: float = 10.0) -> None:
         """Answer drafters until `stop` is set, then take leave of them.
@@ -206,16 +195,18 @@ class _Meter:
 
     def __init__(self, peers: Peers, layout: RowLayout) -> None:
         self._peers, self._layout = peers, layout
-        self._last = self._read()
+        self._last = peers.snapshot()
 
     def read(self, malformed: int) -> FeederStatus:
-        last, self._last = self._last, self._read()
-        rows, computing, idle, blocked = (now - before for now, before in zip(self._last, last, strict=True))
+        last, self._last = self._last, self._peers.snapshot()
+        rows, computing, idle, blocked = (
+            now - before for now, before in zip(_totals(self._last), _totals(last), strict=True)
+        )
         seconds = max(computing + idle + blocked, 1e-9)
         rate = rows / seconds
         return FeederStatus(
             seconds=seconds,
-            rows=self._peers.rows,
+            rows=self._last.made,
             rows_per_second=rate,
             tokens_per_second=rate * self._layout.row_tokens,
             gigabytes_per_second=rate * self._layout.nbytes / 1e9,
@@ -223,11 +214,10 @@ class _Meter:
             idle=idle / seconds,
             blocked=blocked / seconds,
             malformed=malformed,
-            drafters=tuple(
-                DrafterStatus(p.hello.peer, p.hello.rank, p.lane, p.outstanding, p.rows) for p in self._peers.all()
-            ),
+            drafters=self._last.drafters,
         )
 
-    def _read(self) -> tuple[float, float, float, float]:
-        spent = self._peers.time_spent()
-        return self._peers.rows, spent.computing, spent.idle, spent.blocked
+
+def _totals(snapshot: Snapshot) -> tuple[float, float, float, float]:
+    spent = snapshot.spent
+    return snapshot.made, spent.computing, spent.idle, spent.blocked

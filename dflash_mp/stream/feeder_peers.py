@@ -73,7 +73,7 @@ class Peer:
 
     @property
     def outstanding(self) -> int:
-        """Rows asked for and not delivered. A row in the peer's own ring is delivered when it has been told where."""
+        """Rows asked for and not delivered. A row in the peer's own ring is delivered when it has been told where. Read it locked."""
         held = sum(t.offset == 0 for t in self.transfers.values()) if self.ring else len(self.transfers)
         return len(self.waiting) + held + len(self.errors)
 
@@ -106,6 +106,32 @@ class TimeSpent:
     computing: float = 0.0
     idle: float = 0.0  # no drafter wanted a row
     blocked: float = 0.0  # rows wanted, but every slot that may be used awaits its release
+
+
+@dataclass(frozen=True)
+class DrafterStatus:
+    """One connected drafter. `rows` are those that it has received, `outstanding` those asked for and not delivered."""
+
+    name: str
+    rank: int
+    lane: str
+    outstanding: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All peers at one moment."""
+
+    made: int  # rows, as the other numbers
+    delivered: int
+    failed: dict[bool, int]  # by whether another attempt may help
+    queued: int
+    held: int  # in slots: made or in the making, and not released
+    ring_rows: int  # of memory in rings
+    current_seconds: float  # of the row in the making; 0 when there is none
+    spent: TimeSpent
+    drafters: tuple[DrafterStatus, ...]
 
 
 class Peers:
@@ -166,11 +192,6 @@ class Peers:
         """Rows of memory that belong to peers, those named `but` left out."""
         with self._changed:
             return self._rows([peer.ring for peer in self._peers.values() if peer.hello.peer != but])
-
-    def ring_rows(self) -> int:
-        """Rows of memory in rings."""
-        with self._changed:
-            return sum(peer.ring.rows for peer in self._peers.values() if peer.ring is not None)
 
     def get(self, peer: Peer, message: Get) -> None:
         """Queue the rows asked for. Raises `ProtocolError` if there are too many or one is asked for twice."""
@@ -235,10 +256,25 @@ class Peers:
         with self._changed:
             return sum(len(peer.waiting) for peer in self._peers.values())
 
-    def held(self) -> int:
-        """Rows in slots: made or in the making, and not released."""
+    def snapshot(self) -> Snapshot:
+        """Everything that is counted, up to now."""
         with self._changed:
-            return sum(len(peer.transfers) for peer in self._peers.values())
+            self._now(self._doing)
+            peers = list(self._peers.values())
+            return Snapshot(
+                made=self.rows,
+                delivered=self.delivered,
+                failed=dict(self.failed_rows),
+                queued=sum(len(peer.waiting) for peer in peers),
+                held=sum(len(peer.transfers) for peer in peers),
+                ring_rows=sum(peer.ring.rows for peer in peers if peer.ring is not None),
+                current_seconds=0.0 if self.busy is None else max(0.0, time.monotonic() - self.busy[1]),
+                spent=replace(self._spent),
+                drafters=tuple(
+                    DrafterStatus(peer.hello.peer, peer.hello.rank, peer.lane, peer.outstanding, peer.rows)
+                    for peer in peers
+                ),
+            )
 
     def time_spent(self) -> TimeSpent:
         """Up to now, what is under way included."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
-from dflash_mp.stream.feeder_peers import OUTSTANDING, Job, Peer, Peers
+from dflash_mp.stream.feeder_peers import OUTSTANDING, Job, Peer, Peers, Transfer
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.slots import SlotPool
 from dflash_mp.stream.weights import WeightsServer
@@ -115,3 +115,24 @@ def test_no_slot_is_used_twice_at_a_time_and_all_come_back(data: st.DataObject) 
     for peer in alive.values():
         peers.remove(peer)
     assert len(pool._free) == pool.made
+
+
+def test_a_snapshot_looks_at_what_a_drafter_has_asked_for_under_the_lock() -> None:
+    """Any thread takes one, and the I/O thread changes those dicts."""
+
+    class Watched(dict[int, Transfer]):
+        def __len__(self) -> int:
+            locked.append(peers._changed._is_owned())  # type: ignore[attr-defined]
+            return super().__len__()
+
+    locked: list[bool] = []
+    peers = Peers(SlotPool(6, ROW, pin=False), ROW, 8)
+    peer = admit(peers, 0)
+    peer.transfers = Watched()
+    ask(peers, peer, 1, 2)
+    assert make(peers) is not None
+    locked.clear()
+    now = peers.snapshot()
+    assert locked
+    assert all(locked)
+    assert (now.made, now.queued, now.held, now.drafters[0].outstanding) == (1, 1, 1, 2)
