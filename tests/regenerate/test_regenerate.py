@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import os
 import signal
 import subprocess
@@ -59,6 +60,14 @@ def partial_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
+def lines_of(file: Path) -> int:
+    """0 if the file is not there: not yet, or no more."""
+    try:
+        return file.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
 def test_answers_come_in_the_order_of_the_prompts_with_their_settings_beside_them(target: Path, tmp_path: Path) -> None:
     prompts, out = write_prompts(tmp_path / "prompts.jsonl", 11), tmp_path / "answers.jsonl"
     assert run(target, prompts, out)[0] == 0
@@ -88,7 +97,7 @@ def test_answers_come_in_the_order_of_the_prompts_with_their_settings_beside_the
 
 def test_a_killed_command_goes_on_where_it_was_to_the_same_file(target: Path, tmp_path: Path) -> None:
     prompts, undisturbed, out = (
-        write_prompts(tmp_path / "prompts.jsonl", 60),
+        write_prompts(tmp_path / "prompts.jsonl", 100),
         tmp_path / "whole.jsonl",
         tmp_path / "out.jsonl",
     )
@@ -98,17 +107,17 @@ def test_a_killed_command_goes_on_where_it_was_to_the_same_file(target: Path, tm
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     partial = partial_of(out)
     deadline = time.monotonic() + 120
-    while not partial.exists() or partial.read_bytes().count(b"\n") < 6:
+    while lines_of(partial) < 6:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    written = partial.read_bytes().count(b"\n")
-    assert not out.exists()
-    assert 6 <= written < 60
+    assert not out.exists(), "it was done before it was killed"
+    written = lines_of(partial)
+    assert 6 <= written < 100
     with partial.open("ab") as file:  # what a power cut might leave of a line
-        file.write(b'{"index": 58, "messages": [{"ro')
+        file.write(b'{"index": 98, "messages": [{"ro')
     code, said = run(target, prompts, out, *sampled)
     assert code == 0
     assert "were torn" in said
@@ -194,11 +203,15 @@ def test_prepare_reads_what_was_written(target: Path, tmp_path: Path) -> None:
     assert manifest.dropped() == {"no assistant turn": 1}
     cut = sum(record["finish_reason"] == "length" for record in records(out))
     assert cut > 0
-    row = PreparedDataset.open(config.path).row("train", 0)
-    first = row.document_ids == 1
-    supervised = row.input_ids[first][row.loss_mask[first] == 1]
-    ends = supervised[-1] == tokenizer.eos_token_id
-    assert ends == (records(out)[0]["finish_reason"] == "stop")
+    dataset, ends = PreparedDataset.open(config.path), {}
+    for row in (dataset.row("train", index) for index in range(dataset.rows("train"))):
+        for document in range(1, int(row.document_ids.max()) + 1):
+            here = row.document_ids == document
+            question = re.search(r"question \d", tokenizer.decode(row.input_ids[here]))
+            assert question is not None
+            ends[question[0]] = row.input_ids[here][row.loss_mask[here] == 1][-1] == tokenizer.eos_token_id
+    asked = {record["messages"][0]["content"][:10]: record["finish_reason"] == "stop" for record in records(out)[:8]}
+    assert ends == asked
 
 
 @pytest.mark.parametrize(
