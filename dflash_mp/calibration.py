@@ -40,7 +40,7 @@ def choose(
     if config.gpus is None:
         return loaded, overrides
     on_gpus = _check_gpus(config, config.gpus)
-    sizes = (1, 1) if config.gpus == 2 else kept_split(config)
+    sizes = kept_split(config)
     if sizes is None:
         sizes = _measured(loaded, overrides, config.gpus, on_gpus, watch, environment)
     feeders, drafters = sizes
@@ -163,7 +163,9 @@ _OF_TRAIN = (
 
 
 def kept_split(config: RunConfig) -> tuple[int, int] | None:
-    """(feeders, drafters) that an earlier start of this run chose for the same work; None if it must be measured."""
+    """(feeders, drafters) that an earlier start of this run chose for the same work, or the only one; None if it must be measured."""
+    if config.gpus == 2:
+        return 1, 1
     file = config.run_dir / _FILE
     if not file.exists():
         return None
@@ -171,6 +173,21 @@ def kept_split(config: RunConfig) -> tuple[int, int] | None:
     if found.get("basis") != _basis(config):
         return None
     return int(found["feeders"]), int(found["drafters"])
+
+
+def with_kept_split(config: RunConfig) -> RunConfig:
+    """`config` with the numbers of its kept split in place of `gpus`; the same without `gpus`. Raises `ConfigError` before a split is chosen."""
+    if config.gpus is None:
+        return config
+    sizes = kept_split(config)
+    if sizes is None:
+        raise ConfigError(
+            f"how the {config.gpus} of gpus are shared out is not known yet: {config.run_dir / _FILE} has no split for this configuration",
+            "try again when `run` has measured it",
+        )
+    feed = config.feed.model_copy(update={"count": sizes[0]})
+    train = config.train.model_copy(update={"drafters": sizes[1]})
+    return config.model_copy(update={"gpus": None, "feed": feed, "train": train})
 
 
 def _keep(config: RunConfig, chosen: Split) -> None:

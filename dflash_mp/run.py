@@ -46,11 +46,13 @@ def run(
     config = loaded.config
     request = parse_profile(profile)
     if request is not None:
-        request.check(config.train.steps, config.train.drafters)
+        request.check(config.train.steps, config.train.drafters if config.gpus is None else config.gpus - 1)
     check(config)
     with RunLock(config.run_dir), open_view(config.run_dir, config.train.steps, settings) as view:
         try:
             loaded, overrides = choose(loaded, overrides, view, environment(settings))
+            if request is not None:  # `gpus` says only now how many ranks there are
+                request.check(loaded.config.train.steps, loaded.config.train.drafters)
             _write_config(loaded)
             number = supervise(plan(loaded, overrides, profile), view, environment(settings))
         finally:

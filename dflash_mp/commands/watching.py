@@ -37,13 +37,14 @@ def top(
     """Watch a running job: feeders, ranks, who waits, rates, the last warnings and errors."""
     from rich.console import Console
 
+    from dflash_mp.calibration import with_kept_split
     from dflash_mp.monitor.scrape import Scraper, endpoints_of
     from dflash_mp.monitor.top import once, watch
 
     if not endpoints:
         if config_file is None:
             raise click.UsageError("give --config or --endpoint")
-        endpoints = tuple(endpoints_of(load(config_file, overrides).config))
+        endpoints = tuple(endpoints_of(with_kept_split(load(config_file, overrides).config)))
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=180)
     scraper = Scraper(endpoints)
     if not only_once:
