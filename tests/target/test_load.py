@@ -64,6 +64,7 @@ def test_the_facts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         "embedding_scale": 1.0,
         "logit_softcap": None,
         "logit_scale": 1.0,
+        "last_hidden": False,
     }
 
 
