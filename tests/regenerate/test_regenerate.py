@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-import os
 import signal
 import subprocess
 import sys
@@ -264,4 +263,4 @@ def test_bad_input_is_said_plainly(target: Path, tmp_path: Path) -> None:
     assert code == 3
     assert f"{prompts}:2" in said
     assert not out.exists()
-    assert os.path.exists(partial_of(out))
+    assert not partial_of(out).exists()
