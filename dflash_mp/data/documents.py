@@ -7,7 +7,7 @@
 | pairs    | prompt/response, instruction (+ input)/output, question/answer, …; a `system` prompt beside them |
 | text     | `text` |
 
-`tools` beside a conversation reach the template too; `finish_reason: length` says that its last answer was cut when it was generated. A record that fits no shape, or is wrong inside, raises `DataError` with its place.
+`tools` beside a conversation reach the template too; `finish_reason: length` says that its last answer was cut when it was generated, `refused` that one is missing. A record that fits no shape, or is wrong inside, raises `DataError` with its place.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Document:
     """A conversation (`messages`, perhaps with `tools`) or a plain `text`; the other one is None.
 
     `unfinished`: the conversation's last answer was cut when it was generated, so the target did not end its turn there.
+    `refused`: an answer could not be had.
     """
 
     place: str
@@ -77,6 +78,7 @@ class Document:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     unfinished: bool = False
+    refused: bool = False
 
     def identity(self) -> bytes:
         """Equal for equal documents, whatever file or shape of record they came from; blanks around a text do not count."""
@@ -108,16 +110,12 @@ def to_document(record: Record, shape: str = "auto") -> Document:
         for key in _CONVERSATION_KEYS:
             if fields.get(key) is not None:
                 messages = _conversation(fields[key], key, shape, place)
-                return Document(
-                    place, messages=messages, tools=_tools(record), unfinished=_unfinished(messages, record)
-                )
+                return _talk(record, messages)
     if shape in ("auto", "pairs"):
         for prompt, response in _PAIR_KEYS:
             if fields.get(prompt) is not None and fields.get(response) is not None:
                 messages = _pair(record, prompt, response)
-                return Document(
-                    place, messages=messages, tools=_tools(record), unfinished=_unfinished(messages, record)
-                )
+                return _talk(record, messages)
     if shape in ("auto", "text") and fields.get("text") is not None:
         return Document(place, text=_string(fields["text"], "text", place))
     wanted = "messages, conversations, a pair such as prompt/response, or text" if shape == "auto" else f"shape {shape}"
@@ -196,8 +194,10 @@ def _pair(record: Record, prompt: str, response: str) -> list[Message]:
     return [{"role": "system", "content": _string(fields[system], system, place)}, *messages] if system else messages
 
 
-def _unfinished(messages: list[Message], record: Record) -> bool:
-    return record.fields.get("finish_reason") == "length" and messages[-1]["role"] == "assistant"
+def _talk(record: Record, messages: list[Message]) -> Document:
+    ended = record.fields.get("finish_reason")
+    unfinished = ended == "length" and messages[-1]["role"] == "assistant"
+    return Document(record.place, messages, None, _tools(record), unfinished, refused=ended == "refused")
 
 
 def _tools(record: Record) -> list[dict[str, Any]] | None:

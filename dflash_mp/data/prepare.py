@@ -31,6 +31,7 @@ from dflash_mp.errors import ConfigError, DataError
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 _PROMPT_CHARACTERS = 2000
+_REFUSED = "answer refused when generated"
 _INSIDE_THOUGHT = "answer cut inside its thought when generated"
 _UNFINISHED = "answer cut when generated"
 
@@ -103,7 +104,9 @@ class _Preparation:
     def _usable(self, documents: Iterator[Document], counts: SourceCounts) -> Iterator[Document]:
         """Those that are worth encoding; the others are counted."""
         for document in documents:
-            if document.cut_inside_thought(self._opens_thought):
+            if document.refused:
+                reason = _REFUSED
+            elif document.cut_inside_thought(self._opens_thought):
                 reason = _INSIDE_THOUGHT
             elif document.unfinished and self._data.unfinished == "drop":
                 reason = _UNFINISHED

@@ -17,7 +17,7 @@ from dflash_mp.config import SourceConfig, TargetConfig
 from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.encoding import tokenizer_fingerprint
 from dflash_mp.data.sources import HUB_PREFIX, describe_file, source_files
-from dflash_mp.errors import ConfigError
+from dflash_mp.errors import ConfigError, DataError, DflashError, TargetError
 from dflash_mp.regenerate.choice import AnswerOptions
 from dflash_mp.regenerate.conversations import Answered, Conversation, read_conversations
 from dflash_mp.regenerate.output import AnswerFile, settings_file
@@ -25,6 +25,7 @@ from dflash_mp.regenerate.server import ServerOptions, address, answer_there
 
 FORMAT = 1
 _REPORT_SECONDS = 10.0
+_ONLY_REFUSALS = 64  # so many from a server, and no answer yet: it isn't the records
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Outcome:
 def regenerate(request: Request, say: Callable[[str], None]) -> Outcome:
     """Write `request.out`. Raises `DflashError`; what is written by then stays, and the same request goes on."""
     how = request.answers
+    for _ in read_conversations(request.sources):  # a malformed record, however late, ends the command before any work
+        pass
     prompts = [_describe(source) for source in request.sources]
     answerer, facts = _target(request, say) if request.target is not None else _server(request, say)
     settings = {
@@ -95,6 +98,7 @@ def _write(request: Request, file: AnswerFile, answerer: _Answerer, say: Callabl
     started = last = time.monotonic()
     fresh = tokens = 0
     asked = 0
+    refused: list[Answered] = []
 
     def left() -> Iterator[Conversation]:
         nonlocal asked
@@ -108,6 +112,9 @@ def _write(request: Request, file: AnswerFile, answerer: _Answerer, say: Callabl
         file.add(answer.record() for answer in answered)
         fresh += len(answered)
         tokens += sum(answer.tokens for answer in answered)
+        refused += [answer for answer in answered if answer.finish_reason == "refused"]
+        if request.server is not None and len(refused) == len(file.done) >= _ONLY_REFUSALS:
+            raise _none_answered(request, file, refused)
         now = time.monotonic()
         if fresh and now - last > _REPORT_SECONDS:
             say(f"{len(before) + fresh:,} conversations, {tokens / (now - started):,.0f} tokens/s in finished answers")
@@ -117,9 +124,33 @@ def _write(request: Request, file: AnswerFile, answerer: _Answerer, say: Callabl
         pass
     if len(file.done) != asked:
         raise RuntimeError(f"{asked} conversations were asked, {len(file.done)} have their line in {request.out}")
+    if not file.answered:
+        raise _none_answered(request, file, refused)
+    if refused:
+        say(f"{len(refused):,} conversations were refused, the first of them: {_why(refused[0])}")
     reasons = file.finish()
     say(f"{request.out} and {settings_file(request.out).name}: written")
     return Outcome(reasons, tokens, seconds)
+
+
+def _none_answered(request: Request, file: AnswerFile, refused: list[Answered]) -> DflashError:
+    """What to raise when nothing was answered; discards `file`."""
+    reasons = file.reasons()
+    found = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+    file.discard()
+    if "refused" not in reasons:
+        return ConfigError(
+            f"no conversation could be answered ({found}): no prompt has room for an answer of {request.answers.max_new_tokens} tokens",
+            "lower --max-new-tokens" + (" or raise --max-prompt-tokens" if request.max_prompt_tokens else ""),
+        )
+    what = f"no conversation could be answered ({found})" + (f"; for example {_why(refused[0])}" if refused else "")
+    if request.server is not None:
+        return TargetError(what, "check --server and --model, and what the server logs")
+    return DataError(what, "change the records, or serve the target and give --server")
+
+
+def _why(refused: Answered) -> str:
+    return f"{refused.conversation.place}: {refused.refusal}"
 
 
 def _target(request: Request, say: Callable[[str], None]) -> tuple[_Answerer, dict[str, Any]]:

@@ -32,20 +32,22 @@ class Answered:
     """A conversation with its new answers. `tokens`: of the answers.
 
     `finish_reason`: "stop"; "length": the last answer was cut at the longest allowed, and what would have followed is left out; "prompt_too_long":
-    there was no room for an(other) answer, which is therefore missing.
+    there was no room for an(other) answer, which is therefore missing; "refused": an(other) answer could not be had, `refusal` says why.
     """
 
     conversation: Conversation
     messages: list[Message]
     finish_reason: str
     tokens: int
+    refusal: str = ""
 
     def record(self) -> dict[str, Any]:
         """As `prepare` reads it; `index` is the conversation's number."""
         fields: dict[str, Any] = {"index": self.conversation.index, "messages": self.messages}
         if self.conversation.tools:
             fields["tools"] = self.conversation.tools
-        return {**fields, "finish_reason": self.finish_reason, "answer_tokens": self.tokens}
+        fields |= {"finish_reason": self.finish_reason, "answer_tokens": self.tokens}
+        return {**fields, "refusal": self.refusal} if self.refusal else fields
 
 
 def without_torn_character(text: str) -> str:

@@ -61,7 +61,7 @@ def answer_here(
         window: list[Conversation] = []
         if len(waiting) < options.slots.slots:
             window = list(islice(coming, _WINDOWS * options.slots.slots))
-            fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in window])
+            fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in window], done)
             waiting = sorted([*_room(fresh, options, done), *waiting], key=lambda question: len(question.tokens))
         if waiting and not checked:
             slots.self_check(waiting[0].tokens)
@@ -81,7 +81,7 @@ def answer_here(
                 follow_up.append((question.conversation, question.turn + 1, further, written))
             else:
                 done.append(Answered(question.conversation, messages, "stop" if text.stopped else "length", written))
-        waiting += _room(reader.questions(follow_up), options, done)
+        waiting += _room(reader.questions(follow_up, done), options, done)
         yield done
 
 
@@ -122,15 +122,27 @@ class _Reader:
         # A template may open the thinking itself; then the answer's text lacks the mark that later renderings look for.
         self._opening = self._template.opened_thought
 
-    def questions(self, asked: list[tuple[Conversation, int, list[Message], int]]) -> list[_Question]:
-        """Tokenise (conversation, turn, messages, tokens written before)."""
-        if not asked:
-            return []
-        texts = [self._render(conversation, messages) for conversation, _, messages, _ in asked]
-        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def questions(
+        self, asked: list[tuple[Conversation, int, list[Message], int]], done: list[Answered]
+    ) -> list[_Question]:
+        """Tokenise (conversation, turn, messages, tokens written before); those that the template refuses are `done`."""
+        texts, taken = [], []
+        for question in asked:
+            conversation, _, messages, written = question
+            try:
+                text = self._template.render(messages, conversation.tools, prompt=True)
+                text.encode("utf-8")
+            except TemplateProblem as problem:
+                done.append(Answered(conversation, messages, "refused", written, str(problem)))
+            except UnicodeEncodeError:
+                done.append(Answered(conversation, messages, "refused", written, "it holds half a surrogate pair"))
+            else:
+                texts.append(text)
+                taken.append(question)
+        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         return [
             _Question(c, turn, messages, list(tokens), written)
-            for (c, turn, messages, written), tokens in zip(asked, ids, strict=True)
+            for (c, turn, messages, written), tokens in zip(taken, ids, strict=True)
         ]
 
     def answers(self, texts: list[Text]) -> list[str]:
@@ -144,9 +156,3 @@ class _Reader:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _render(self, conversation: Conversation, messages: list[Message]) -> str:
-        try:
-            return self._template.render(messages, conversation.tools, prompt=True)
-        except TemplateProblem as problem:
-            raise DataError(f"{conversation.place}: {problem}", "change or remove the record") from problem

@@ -37,6 +37,9 @@ class AnswerFile:
         self._out, self._settings, self._say = out, settings, say
         self._partial = out.with_name(f".{out.name}.partial")
         self._places: dict[int, tuple[int, int]] = {}  # of a conversation's line: offset and length
+        self._reasons: dict[int, str] = {}  # of a conversation: its finish_reason
+        self.answered = False
+        """Whether any conversation has an answer."""
         self._synced = time.monotonic()
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,32 +64,38 @@ class AnswerFile:
         """Append records, each with its conversation's number as `index`."""
         for record in records:
             line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-            self._places[record["index"]] = (self._end, len(line))
+            self._note(record, len(line))
             self._file.write(line)
-            self._end += len(line)
         self._file.flush()
         if time.monotonic() - self._synced > _SYNC_SECONDS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
 
+    def reasons(self) -> dict[str, int]:
+        """How many conversations ended how."""
+        return dict(Counter(self._reasons.values()))
+
+    def discard(self) -> None:
+        """Leave nothing: what is written holds no answer."""
+        self._file.truncate(0)
+        settings_file(self._out).unlink(missing_ok=True)
+        self._partial.unlink()
+
     def finish(self) -> dict[str, int]:
         """Give the answers their name, in the order of the conversations; returns (and notes in the settings) how many ended how."""
-        counts: Counter[str] = Counter()
         scratch = self._partial.with_suffix(".sorted")
         with open(scratch, "wb") as out:
             for index in sorted(self._places):
                 offset, length = self._places[index]
                 self._file.seek(offset)
-                line = self._file.read(length)
-                counts[str(json.loads(line)["finish_reason"])] += 1
-                out.write(line)
+                out.write(self._file.read(length))
             out.flush()
             os.fsync(out.fileno())
-        _write_whole(settings_file(self._out), {**self._settings, "counts": dict(counts)})
+        _write_whole(settings_file(self._out), {**self._settings, "counts": self.reasons()})
         scratch.rename(self._out)
         _sync_directory(self._out.parent)
         self._partial.unlink()
-        return dict(counts)
+        return self.reasons()
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -141,25 +150,32 @@ class AnswerFile:
         self._file.seek(0)
         self._end = 0
         for line in self._file:
-            index = _index_of(line)
-            if index is None or index in self._places:
+            record = _record_of(line)
+            if record is None or record["index"] in self._places:
                 self._say(f"the last answers of {self._partial} were torn; they are written again")
                 break
-            self._places[index] = (self._end, len(line))
-            self._end += len(line)
+            self._note(record, len(line))
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
+    def _note(self, record: dict[str, Any], length: int) -> None:
+        """The next line, of this length, is this record's."""
+        self._places[record["index"]] = (self._end, length)
+        self._reasons[record["index"]] = reason = record["finish_reason"]
+        self.answered |= reason in ("stop", "length") or bool(record.get("answer_tokens"))
+        self._end += length
 
-def _index_of(line: bytes) -> int | None:
-    """The conversation's number in a line that is whole; None otherwise."""
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """The record of a line that is whole; None otherwise."""
     if not line.endswith(b"\n"):
         return None
     try:
-        index = json.loads(line)["index"]
-    except (ValueError, KeyError, TypeError):
+        record = json.loads(line)
+    except ValueError:
         return None
-    return index if isinstance(index, int) else None
+    whole = isinstance(record, dict) and isinstance(record.get("index"), int)
+    return record if whole and isinstance(record.get("finish_reason"), str) else None
 
 
 def _read_settings(file: Path) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 """Answers by an OpenAI-compatible server (vLLM, SGLang, …): `POST URL/chat/completions`, a bounded number at a time.
 
 A request that fails for a reason that may pass (no connection, time-out, status 408, 409, 425, 429 or 5xx) is tried again after 1, 2, 4, … seconds, or
-as long as the server asks, up to a limit of attempts; then, and for every other answer of the server that can't be used, the whole command
-fails with the server's words: what is written stays, and the same command goes on. Every wait is bounded. Redirections are not followed, so
+as long as the server asks, up to a limit of attempts; then the whole command fails with the server's words: what is written stays, and the same
+command goes on. So it does for a wrong key, address or model. A conversation that the server won't answer (status 400, 413, 422, or an answer
+that holds none) is refused, and the others go on. Every wait is bounded. Redirections are not followed, so
 the key goes to the server that was named and nowhere else; it is read from the environment and never printed or stored.
 """
 
@@ -54,6 +55,10 @@ class _Passing(Exception):
 
 class _PromptTooLong(Exception):
     """The server has no room for the prompt."""
+
+
+class _Refused(Exception):
+    """The server won't answer this conversation."""
 
 
 def answer_there(
@@ -132,6 +137,8 @@ class _Client:
                 message, reason, used = self._ask(conversation, turn, messages)
             except _PromptTooLong:
                 return Answered(conversation, messages, "prompt_too_long", tokens)
+            except _Refused as refusal:
+                return Answered(conversation, messages, "refused", tokens, str(refusal))
             messages.append(message)
             tokens += used
             if reason != "stop":
@@ -154,7 +161,7 @@ class _Client:
         while True:
             attempt += 1
             try:
-                return _reply(self._post(body), conversation.place)
+                return _reply(self._post(body), self._options.url)
             except _Passing as problem:
                 if attempt >= attempts or self.stopped.is_set():
                     raise TargetError(
@@ -166,7 +173,7 @@ class _Client:
                 self.stopped.wait(pause * random.uniform(1.0, 1.25))
 
     def _post(self, body: bytes) -> dict[str, Any]:
-        """The server's answer, a JSON object. Raises `_Passing`, `_PromptTooLong` and `TargetError`."""
+        """The server's answer, a JSON object. Raises `_Passing`, `_PromptTooLong`, `_Refused` and `TargetError`."""
         deadline = time.monotonic() + self._options.seconds
         try:
             response = self._send(body)
@@ -208,6 +215,8 @@ class _Client:
             return _Passing(f"status {response.status}: {said}", float(after) if after.isdigit() else None)
         if response.status in (400, 413, 422) and any(mark in said.lower() for mark in _TOO_LONG):
             return _PromptTooLong(said)
+        if response.status in (400, 413, 422):
+            return _Refused(f"the server refuses (status {response.status}): {said}")
         remedy = {
             401: f"put the server's key into the environment variable {self._options.key_variable}",
             403: f"check the key in the environment variable {self._options.key_variable}",
@@ -263,8 +272,8 @@ def _request(
     return request
 
 
-def _reply(answer: dict[str, Any], place: str) -> tuple[Message, str, int]:
-    """The assistant's message, why it ended, and its tokens."""
+def _reply(answer: dict[str, Any], url: str) -> tuple[Message, str, int]:
+    """The assistant's message, why it ended, and its tokens. Raises `_Refused` and `TargetError`."""
     try:
         choice = answer["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]
@@ -276,21 +285,17 @@ def _reply(answer: dict[str, Any], place: str) -> tuple[Message, str, int]:
         content = message.get("content")
     except (KeyError, IndexError, TypeError, AttributeError):
         raise TargetError(
-            f"{place}: the server's answer has no choices[0].message", "check that it is an OpenAI-compatible server"
+            f"{url}: the server's answer has no choices[0].message", "check that it is an OpenAI-compatible server"
         ) from None
     if content is None and kept:
         content = ""
     if not isinstance(content, str):
-        raise TargetError(
-            f"{place}: the server's message has no content", "check that it is an OpenAI-compatible server"
-        )
+        raise _Refused("the server's message has no content")
     ended = "length" if reason == "length" else "stop"
     if ended == "length":
         content = without_torn_character(content)
     if reason not in ("stop", "length", "tool_calls"):
-        raise TargetError(
-            f"{place}: the server ended its answer with {reason!r}", "check the server's settings, or remove the record"
-        )
+        raise _Refused(f"the server ended its answer with {reason!r}")
     return {"role": "assistant", "content": content, **kept}, ended, int(used)
 
 

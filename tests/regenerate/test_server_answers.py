@@ -290,6 +290,41 @@ def test_a_second_question_follows_the_answer_and_a_prompt_without_room_is_marke
     assert last["messages"][1]["reasoning_content"] == "hm"
 
 
+def test_a_record_that_the_server_refuses_strands_no_other(server: Server, prompts: Path) -> None:
+    def misbehave(handler: Handler, number: int) -> bool:
+        asked = server.requests[-1]["messages"][-1]["content"]
+        if asked == "question 3":
+            handler.reply(400, b'{"error": "not that one"}')
+        else:
+            handler.reply(
+                200, json.dumps({"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}).encode()
+            )
+        return True
+
+    server.misbehave = misbehave
+    code, said = run(server, prompts, "--concurrency", "1")
+    assert code == 0, said
+    found = answers(prompts)
+    assert [record["finish_reason"] for record in found] == ["stop"] * 3 + ["refused"] + ["stop"] * 9
+    assert "status 400" in found[3]["refusal"]
+    assert "not that one" in found[3]["refusal"]
+    assert f"1 conversations were refused, the first of them: {prompts}:4" in said
+    assert "1 refused" in said
+
+
+def test_a_server_that_has_room_for_no_prompt_is_an_error(server: Server, prompts: Path) -> None:
+    def misbehave(handler: Handler, number: int) -> bool:
+        handler.reply(400, b'{"message": "This model\'s maximum context length is 8 tokens"}')
+        return True
+
+    server.misbehave = misbehave
+    code, said = run(server, prompts)
+    assert code == 2
+    assert "13 prompt_too_long" in said
+    assert "lower --max-new-tokens" in said
+    assert [file.name for file in prompts.parent.iterdir()] == [prompts.name]
+
+
 def test_addresses_that_cannot_be_are_refused(prompts: Path, tmp_path: Path) -> None:
     for url, words in (("127.0.0.1:8000", "is not an address"), ("http://me:secret@host/v1", "environment variable")):
         arguments = [

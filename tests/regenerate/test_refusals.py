@@ -1,0 +1,76 @@
+"""What can't be answered here gets its line and its reason, and costs no other conversation its answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_mp.bench.tiny import CHATML, write_tiny_target
+from dflash_mp.cli import main
+from dflash_mp.config import DataConfig, SourceConfig, TargetConfig
+from dflash_mp.data.prepare import prepare
+from dflash_mp.target.tokenizer import load_tokenizer
+
+_NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}" + CHATML
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny_target(tmp_path_factory.mktemp("target"), max_positions=256)
+    (path / "chat_template.jinja").write_text(_NO_SYSTEM)
+    return path
+
+
+def run(target: Path, records: list[dict[str, Any]], directory: Path, *more: str) -> tuple[int, str]:
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = [
+        "regenerate",
+        "--target",
+        target,
+        "--prompts",
+        prompts,
+        "--out",
+        directory / "out.jsonl",
+        "--device",
+        "cpu",
+    ]
+    done = CliRunner().invoke(main, [*map(str, words), "--batch", "2", "--max-new-tokens", "8", *more])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def written(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_conversation_that_the_template_refuses_strands_no_other(target: Path, tmp_path: Path) -> None:
+    bad = {"prompt": "b", "system": "s"}
+    code, said = run(target, [{"prompt": "a"}, bad, {"prompt": "c\ud800"}, {"prompt": "d"}], tmp_path)
+    assert code == 0, said
+    found = written(tmp_path)
+    assert [record["finish_reason"] == "refused" for record in found] == [False, True, True, False]
+    assert "no system, please" in found[1]["refusal"]
+    assert "surrogate" in found[2]["refusal"]
+    assert "2 conversations were refused, the first of them" in said
+    assert "prompts.jsonl:2" in said
+    fields = {"path": tmp_path / "data", "sources": [SourceConfig(path=str(tmp_path / "out.jsonl"))], "held_out": 0.0}
+    config = DataConfig.model_validate({**fields, "row_tokens": 256, "min_supervised_tokens": 2})
+    manifest = prepare(config, load_tokenizer(TargetConfig(path=str(target))), seed=0)
+    assert manifest.dropped() == {"answer refused when generated": 2}
+
+
+def test_nothing_but_refusals_is_an_error_and_leaves_nothing(target: Path, tmp_path: Path) -> None:
+    code, said = run(target, [{"prompt": "b", "system": "s"}] * 3, tmp_path)
+    assert code == 3
+    assert "no system, please" in said
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
+    code, said = run(target, [{"prompt": "x" * 400}] * 3, tmp_path)
+    assert code == 2
+    assert "3 prompt_too_long" in said
+    assert "lower --max-new-tokens" in said
