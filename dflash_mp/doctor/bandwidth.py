@@ -33,8 +33,8 @@ def measured_rate(run_dir: Path) -> float | None:
     return None
 
 
-def check_bandwidth(plans: Plans, rate: float | None, paths: Mapping[str, float]) -> list[Finding]:
-    """`rate`: rows/s of the whole run; `paths`: bytes/s by name of the path to a feeder, every one used by its share of the feeders."""
+def check_bandwidth(plans: Plans, rate: float | None, paths: Mapping[str, float], feeders: int = 1) -> list[Finding]:
+    """`rate`: rows/s of the whole run; `paths`: bytes/s by name of the path to a feeder, every one used for its share of `feeders`."""
     info, row = plans.size.info, plans.row_bytes()
     tokens = plans.config.data.row_tokens
     per_token = f"{row / tokens:,.0f} bytes per token, {gib(row)} per row"
@@ -51,7 +51,7 @@ def check_bandwidth(plans: Plans, rate: float | None, paths: Mapping[str, float]
             )
         ]
     for name, carried in paths.items():
-        findings.append(_path(name, carried, row, tokens, None if rate is None else rate * row / plans.feeders))
+        findings.append(_path(name, carried, row, tokens, None if rate is None else rate * row / max(1, feeders)))
     return findings
 
 

@@ -63,7 +63,7 @@ def examine(
     plans, asked = _plans(config, on_gpu, gpus, feeds, trains), None
     transfer = _TRANSFER_SECONDS if probe else 0.0
     if isinstance(plans, Finding) and not feeds:
-        asked = check_feeders(config, _ANSWER_SECONDS, transfer)
+        asked = check_feeders(config, _ANSWER_SECONDS, transfer, trains)
         plans = _plans_of_feeder(config, on_gpu, asked)
     yield from check_limits(_needs(config, on_gpu, ranks, plans))
     yield check_rendezvous()
@@ -72,13 +72,14 @@ def examine(
         yield plans
     else:
         yield from check_fit(plans, gpus)
-    asked = check_feeders(config, _ANSWER_SECONDS, transfer) if asked is None else asked
+    asked = check_feeders(config, _ANSWER_SECONDS, transfer, trains) if asked is None else asked
     for one in asked:
         yield from one.findings
     if probe and not isinstance(plans, Finding):
         rate = rows_per_second or measured_rate(config.run_dir)
         try:
-            yield from check_bandwidth(plans, rate, _paths(config, asked))
+            endpoints = [one.endpoint for one in asked if one.endpoint]
+            yield from check_bandwidth(plans, rate, _paths(endpoints, asked), max(plans.feeders, len(endpoints)))
         except DflashError as error:
             yield of_error("path", error)
 
@@ -162,14 +163,14 @@ def _check_data(config: RunConfig) -> Finding:
     )
 
 
-def _paths(config: RunConfig, asked: Sequence[Asked]) -> dict[str, float]:
+def _paths(endpoints: Sequence[str], asked: Sequence[Asked]) -> dict[str, float]:
     """Bytes/s of each kind of path that the run's feeders are reached by."""
     paths: dict[str, float] = {}
     for one in asked:
         if one.answer.bytes_per_second is not None:
             paths[f"the path to {one.endpoint}"] = one.answer.bytes_per_second
     for kind in ("ipc", "tcp"):
-        here = [e for e in config.feeder_endpoints() if (ipc_path(e) is not None) == (kind == "ipc") and is_loopback(e)]
+        here = [e for e in endpoints if (ipc_path(e) is not None) == (kind == "ipc") and is_loopback(e)]
         if here:
             paths["ipc on this machine" if kind == "ipc" else "tcp on this machine, without keys"] = probe_stream(kind)
     return paths

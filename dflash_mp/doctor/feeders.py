@@ -18,6 +18,7 @@ from dflash_mp.stream.handshake import expectations, unmet
 from dflash_mp.stream.inquiry import Answer, ask
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.messages import Welcome
+from dflash_mp.stream.roster import NAME_A_FEEDER, NO_FEEDER, named
 from dflash_mp.stream.software import differences, own_software, torch_mismatch
 
 _STREAM = StreamError.exit_code
@@ -34,9 +35,18 @@ class Asked:
     findings: tuple[Finding, ...]
 
 
-def check_feeders(config: RunConfig, seconds: float, transfer_seconds: float) -> list[Asked]:
-    """Ask all feeders of the run at the same time; the drafter's keys of this host are shown where there are some."""
-    keys, endpoints = None, config.feeder_endpoints()
+def check_feeders(config: RunConfig, seconds: float, transfer_seconds: float, trains: bool = True) -> list[Asked]:
+    """Ask all feeders of the run at the same time; the drafter's keys of this host are shown where there are some. A host that `trains` needs
+    to know one feeder, and can read `stream.feeders_file`.
+    """
+    try:
+        endpoints = named(config.feeder_endpoints(), config.stream.feeders_file if trains else None)
+    except StreamError as error:
+        return [Asked("", Answer(), (of_error("stream.feeders_file", error),))]
+    if not endpoints:
+        nobody = red("feeders", NO_FEEDER, NAME_A_FEEDER, _STREAM)
+        return [Asked("", Answer(), (nobody,))] if trains else []
+    keys = None
     if config.stream.keys is not None and (config.stream.keys / "drafter.secret").exists():
         try:
             keys = DrafterKeys.load(config.stream.keys)

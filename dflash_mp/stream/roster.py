@@ -16,6 +16,22 @@ from dflash_mp.errors import StreamError
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
+NO_FEEDER, NAME_A_FEEDER = "no feeder is named", "set feed.endpoints, feed.count or stream.feeders_file"
+
+
+def named(endpoints: Sequence[str], file: Path | None) -> list[str]:
+    """`endpoints` and those that `file` lists, each once. Raises `StreamError` if the file can't be read."""
+    if file is None:
+        return list(dict.fromkeys(endpoints))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StreamError(
+            f"cannot read stream.feeders_file {file}: {getattr(error, 'strerror', None) or error}",
+            "give it one address of a feeder a line",
+        ) from None
+    listed = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
+    return list(dict.fromkeys([*endpoints, *listed]))
 
 
 class Roster:
@@ -28,7 +44,7 @@ class Roster:
         self._version = self._stat()
         self.endpoints = self._read()
         if not self.endpoints:
-            raise StreamError("no feeder is named", "set feed.endpoints, feed.count or stream.feeders_file")
+            raise StreamError(NO_FEEDER, NAME_A_FEEDER)
 
     def changed(self, now: float) -> bool:
         """Whether `endpoints` is another list than at the last call. Looks at the file at most once a second."""
@@ -57,17 +73,7 @@ class Roster:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _read(self) -> list[str]:
-        listed = []
-        if self._file is not None:
-            try:
-                text = self._file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise StreamError(
-                    f"cannot read stream.feeders_file {self._file}: {getattr(error, 'strerror', None) or error}",
-                    "give it one address of a feeder a line",
-                ) from None
-            listed = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
-        endpoints = list(dict.fromkeys([*self._given, *listed]))
+        endpoints = named(self._given, self._file)
         for endpoint in endpoints:
             self._check(endpoint)
         return endpoints

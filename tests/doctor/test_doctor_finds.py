@@ -287,6 +287,24 @@ def test_a_host_that_only_trains_learns_the_sizes_from_a_feeder(tmp_path: Path) 
     assert not [finding for finding in found if finding.level == "red" and finding.about != "CUDA"]
 
 
+def test_feeders_that_only_the_file_names_are_asked(tmp_path: Path) -> None:
+    names = tmp_path / "feeders"
+    stream = {"feeders_file": str(names)}
+    config = config_of(tmp_path, feed={"count": 0}, stream=stream, target={"path": str(tmp_path / "not-here")})
+    with feeder(synthetic_plan(256)) as endpoint:
+        names.write_text(f"# ours\n{endpoint}\n", encoding="utf-8")
+        found = list(examine(config, rows_per_second=5.0, probe=False, gpus_of=list))
+    assert about(found, "this host")[0].found.startswith("trains")
+    assert about(found, endpoint)[0].level == "green"
+    assert about(found, "target")[0].found.startswith("synthetic: ")
+    for text, wanted in (("# nobody yet", "no feeder is named"), (None, "cannot read stream.feeders_file")):
+        names.unlink() if text is None else names.write_text(text, encoding="utf-8")
+        (finding,) = check_feeders(config, 0.3, 0.0)[0].findings
+        assert (finding.level, finding.exit_code) == ("red", 5)
+        assert finding.found.startswith(wanted)
+        assert check_feeders(config, 0.3, 0.0, trains=False) == [], "feeders don't read it"
+
+
 def test_asking_takes_no_ranks_place_and_no_row(tmp_path: Path) -> None:
     plan = synthetic_plan(64)
     with feeder(plan) as endpoint, RowClient([endpoint], synthetic_expectations_of(plan)) as client:
@@ -308,6 +326,7 @@ def test_a_path_that_cannot_carry_what_a_run_needs(tmp_path: Path) -> None:
     assert row == 4096 * (2 * 5 * 4096 + 13)
     levels = [check_bandwidth(plans, 10.0, {"a path": share * 10.0 * row})[1].level for share in (0.9, 1.2, 2.0)]
     assert levels == ["red", "yellow", "green"]
+    assert check_bandwidth(plans, 10.0, {"a path": 6.0 * row}, 2)[1].level == "yellow", "half of it goes another way"
     assert "40,973 bytes per token" in check_bandwidth(plans, None, {})[0].found
     (tmp_path / "metrics.jsonl").write_text(
         '{"drafters_rows_per_second": 3.5}\n{"kind": "held_out"}\n', encoding="utf-8"
@@ -351,7 +370,7 @@ def test_the_command_on_a_run_that_fits(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tiny_tree(tmp_path)), encoding="utf-8")
     done = CliRunner().invoke(main, ["doctor", "-c", str(file), "--rows-per-second", "5", "--json"])
-    report = json.loads(done.output)
+    report = json.loads(done.stdout)
     levels = {finding["about"]: finding["level"] for finding in report["findings"]}
     assert done.exit_code == report["exit_code"] == 0, done.output
     assert levels["data"] == "yellow", "nothing is prepared"
