@@ -19,7 +19,7 @@ from dflash_mp.errors import StreamError
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
-from dflash_mp.stream.dealing import LOOK_AHEAD, deal, takeovers
+from dflash_mp.stream.dealing import LOOK_AHEAD, deal, takeovers, untried
 from dflash_mp.stream.handshake import unmet
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.lane_request import LaneWishes
@@ -334,7 +334,7 @@ class ClientIo:
     def _corrupted(self, link: Link, request: Request, window: Window) -> None:
         self.checksum_errors += 1
         log.error("%s: %s arrived corrupted from %s", self._who, request.want.key, link.endpoint)
-        window.again(request, counts=True, why="it arrived corrupted")
+        self._failed(link, request, window, "it arrived corrupted")
 
     def _row_error(self, link: Link, error: m.RowError) -> None:
         request = link.asked.pop(error.request, None)
@@ -342,9 +342,13 @@ class ClientIo:
             raise ProtocolError(f"ROW_ERROR answers request {error.request}, which was not made")
         if error.retryable:
             log.warning("%s: %s could not make %s: %s", self._who, link.endpoint, request.want.key, error.reason)
-            self.window.again(request, counts=True, why=error.reason)
+            self._failed(link, request, self.window, error.reason)
         else:
             self.window.fail(request, error.reason)
+
+    def _failed(self, link: Link, request: Request, window: Window, why: str) -> None:
+        others = untried(request.want, [other for other in self.live() if other is not link], time.monotonic())
+        window.again(request, counts=True, why=why, untried=bool(others))
 
     def _weights(self, link: Link, message: m.Weights) -> None:
         if self.weights is None or link is not self._weights_link:
@@ -363,7 +367,7 @@ class ClientIo:
             return
         if link is None or link.welcome is not self._weights_welcome:  # another feeder, or another conversation
             weights.forget_requests()
-            self._weights_link = link = self._for_weights()
+            self._weights_link = link = min(self.live(), key=lambda each: len(each.asked), default=None)
             self._weights_welcome = None if link is None else link.welcome
         if link is not None:
             for request in weights.requests(_WEIGHT_REQUESTS):
@@ -393,7 +397,3 @@ class ClientIo:
         """Whether the trainer waits, for a row that a feeder without work might bring sooner than the one that was asked."""
         live = self.live()
         return self.window is not None and self.window.starving and len(live) > 1 and any(not x.asked for x in live)
-
-    def _for_weights(self) -> Link | None:
-        """The live link that owes fewest rows."""
-        return min(self.live(), key=lambda link: len(link.asked), default=None)

@@ -20,6 +20,7 @@ _FORGET_SECONDS = (
 )
 _ALIKE = 1.25  # feeders whose forecasts differ by less take turns
 _UNKNOWN_SECONDS = 1.0  # how late a row must be for a feeder that has made none yet to take it over
+_HUNG_SECONDS = 1.0  # at one row, and ten times what it usually takes, before a feeder counts as hung
 _SLACK_SECONDS = 0.02  # what scheduling may cost, and is no lateness
 
 
@@ -75,6 +76,23 @@ def seconds_until(feeder: Feeder, rows: int, now: float) -> float | None:
     return abs(usual - elapsed) + max(usual, elapsed) * (rows - 1)
 
 
+def hung(feeder: Feeder, now: float) -> bool:
+    """Whether it has been at its oldest row for so long that the rows after that can't be relied on."""
+    oldest, usual = next(iter(feeder.asked.values()), None), feeder.row_time.seconds
+    patience = max(_HUNG_SECONDS, 10 * (_UNKNOWN_SECONDS if usual is None else usual))
+    return oldest is not None and now - feeder.row_time.began(oldest.asked_at) > patience
+
+
+def untried(want: Want, feeders: Iterable[F], now: float) -> list[F]:
+    """Those that have not failed at `want` and get on."""
+    return [feeder for feeder in feeders if feeder.endpoint not in want.failed_at and not hung(feeder, now)]
+
+
+def candidates(want: Want, feeders: Sequence[F], now: float) -> Sequence[F]:
+    """Whom `want` may be asked of: those that failed at it only when nobody else gets on."""
+    return (untried(want, feeders, now) or feeders) if want.failed_at else feeders
+
+
 def deal(waiting: Iterable[Want], feeders: Sequence[F], now: float, turn: int) -> Iterator[tuple[Want, F]]:
     """Who is to be asked for which of the `waiting` rows. `turn` decides between feeders that are alike."""
     if not feeders:
@@ -88,7 +106,7 @@ def deal(waiting: Iterable[Want], feeders: Sequence[F], now: float, turn: int) -
     for want in waiting:
         if all(owed[feeder.endpoint] >= room[feeder.endpoint] for feeder in order):
             return
-        apart = [feeder for feeder in order if feeder.endpoint != want.failed_at] or order
+        apart = candidates(want, order, now)
         others = [f for f in apart if f.row_time.seconds is not None or owed[f.endpoint] < room[f.endpoint]]
         if not others:  # it waits for a feeder that makes its first row
             continue
@@ -108,6 +126,8 @@ def takeovers(late: Iterable[Want], feeders: Mapping[str, F], now: float) -> Ite
         left = [_seconds_left(feeders[r.feeder], r, now) for r in want.requests if r.feeder in feeders]
         for feeder in idle:
             if any(request.feeder == feeder.endpoint for request in want.requests) or not left:
+                continue
+            if feeder.endpoint in want.failed_at and untried(want, feeders.values(), now):
                 continue
             mine = seconds_until(feeder, 1, now)
             if mine is None:

@@ -15,6 +15,7 @@ import xxhash
 
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.dealing import candidates
 from dflash_mp.stream.messages import Placed
 from dflash_mp.stream.shared_memory import Loan
 from dflash_mp.stream.window import Request, Want, Window
@@ -66,7 +67,7 @@ class RingRows:
         stuck = window.stuck() if live else None
         if stuck is None:
             return live
-        apart = [link for link in live if link.endpoint != stuck.failed_at] or live
+        apart = candidates(stuck, live, time.monotonic())
         if not any(link.has_room for link in apart):
             self._recall(window, stuck, apart)
         return [link for link in apart if link.has_room]

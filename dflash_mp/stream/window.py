@@ -56,7 +56,7 @@ class Want:
     digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     feeder: str = ""  # asked last, or who sent it
     failures: int = 0
-    failed_at: str = ""  # the feeder of the last failure
+    failed_at: set[str] = field(default_factory=set)  # the feeders that could not make it
     failure: StreamError | None = None
 
     @property
@@ -227,8 +227,10 @@ class Window:
             request.want.requests.remove(request)
             self._ask_if_nobody_sends(request.want)
 
-    def again(self, request: Request, counts: bool, why: str) -> None:
-        """The request failed: another feeder sends the row, or it is asked for again; if that `counts` too often, it fails because of `why`."""
+    def again(self, request: Request, counts: bool, why: str, untried: bool = False) -> None:
+        """The request failed: another feeder sends the row, or it is asked for again; if that `counts` too often, it fails because of `why`,
+        unless a feeder is left that has not tried.
+        """
         with self.changed:
             want = request.want
             want.requests.remove(request)
@@ -236,8 +238,8 @@ class Window:
                 want.source = None
             if counts:
                 want.failures += 1
-                want.failed_at = request.feeder
-            if want.failures >= ATTEMPTS and want.state == "asked":
+                want.failed_at.add(request.feeder)
+            if want.failures >= ATTEMPTS and want.state == "asked" and not untried:
                 self._fail(want, request.feeder, f"{why} ({want.failures} attempts)")
             self._ask_if_nobody_sends(want)
 

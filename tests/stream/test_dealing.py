@@ -77,6 +77,30 @@ def test_a_feeder_that_failed_at_a_row_is_not_asked_for_it_if_there_is_another()
     assert dealt(window, [a]) == [(0, "a")]
 
 
+def test_a_row_goes_to_the_feeder_that_has_not_failed_at_it_however_many_have() -> None:
+    window, failing, good = window_of(1), [Known(name, 0.1) for name in "abc"], Known("good", 9.0)
+    for feeder in failing:
+        window.again(ask(window, feeder, 0), counts=True, why="trouble", untried=True)
+        feeder.asked.clear()
+    assert dealt(window, [*failing, good]) == [(0, "good")]
+
+
+def test_a_row_is_asked_again_where_it_failed_when_the_others_hang_and_not_before() -> None:
+    window, a, b = window_of(4), Known("a", 0.1), Known("b", 0.1)
+    window.again(ask(window, a, 0), counts=True, why="trouble")
+    a.asked.clear()
+    for ordinal in (1, 2, 3):
+        ask(window, b, ordinal)
+    assert list(deal(window.waiting(64), [a, b], NOW + 0.5, 0)) == []  # b is full, but gets on
+    assert [f.endpoint for _, f in deal(window.waiting(64), [a, b], NOW + 5, 0)] == ["a"]
+    b.asked.clear()
+    window.again(window.under_way()[0].requests[0], counts=False, why="")
+    ask(window, b, 0)
+    both = {"a": a, "b": b}
+    assert list(takeovers(window.under_way()[:1], both, NOW + 0.9)) == []  # late, but a has failed at it
+    assert [f.endpoint for _, f in takeovers(window.under_way()[:1], both, NOW + 5)] == ["a"]
+
+
 def test_a_feeder_that_was_slow_once_is_tried_again() -> None:
     fast, slow = Known("fast", 0.1), Known("slow", 1.0)
     window = window_of(3)

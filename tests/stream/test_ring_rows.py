@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 from stream_client import keys
 
+from dflash_mp.stream.dealing import RowTime
 from dflash_mp.stream.ring_messages import RingOffer
 from dflash_mp.stream.ring_rows import RingRows
 from dflash_mp.stream.shared_memory import Loan, MappedRing, Ring
 from dflash_mp.stream.slots import DeferredSlots
-from dflash_mp.stream.window import Want, Window
+from dflash_mp.stream.window import Request, Want, Window
 
 ROW = 128
 
@@ -24,6 +25,8 @@ class Feeder:
     ring: MappedRing
     has_room: bool = False
     returned: list[int] = field(default_factory=list)
+    asked: dict[int, Request] = field(default_factory=dict)
+    row_time: RowTime = field(default_factory=RowTime)
 
     def give_back(self, loan: Loan) -> None:
         if loan.ring is self.ring:
@@ -71,7 +74,7 @@ def test_the_last_of_the_later_rows_gives_way_to_the_one_that_the_trainer_waits_
 
 def test_a_row_that_failed_at_one_feeder_gets_room_at_another(window: Window) -> None:
     failing, other, wants = feeder("failing"), feeder("other"), window.waiting(6)
-    failing.has_room, wants[0].failed_at = True, "failing"
+    failing.has_room, wants[0].failed_at = True, {"failing"}
     for slot, want in enumerate(wants[1:4]):
         place(window, want, other, slot)
     starve(window)
