@@ -2,7 +2,7 @@
 
 The file (`stream.feeders_file`) has one address a line, `#` starts a comment. With it feeders join and leave a running job, at whatever addresses;
 a name in an address (`tcp://feeder:5555`) needs no file, it is looked up at every connection. At the start the file must be right;
-later a file that is missing, or names what may not be used, is reported once and changes nothing. Costs a stat per second.
+later a file that is missing, empty (as while it is written in place), or names what may not be used, is reported once and changes nothing. Costs a stat per second.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Roster:
             endpoints = self._read()
         except StreamError as error:
             log.error("%s; the feeders stay the same until it is right", error.what)
+            return False
+        if not endpoints:
+            log.error("%s names no feeder; the feeders stay the same until it does", self._file)
             return False
         before, self.endpoints = self.endpoints, endpoints
         return before != endpoints

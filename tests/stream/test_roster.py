@@ -60,6 +60,23 @@ def test_a_file_that_goes_wrong_is_reported_once_and_changes_nothing(
     assert roster.endpoints == ["ipc:///a"]
 
 
+def test_an_emptied_file_changes_nothing_and_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`> file` empties it before anything is written."""
+    file = tmp_path / "feeders"
+    write(file, "ipc:///a")
+    roster = Roster([], file, check)
+    file.write_text("")
+    with caplog.at_level(logging.ERROR):
+        assert not roster.changed(10.0)
+        assert not roster.changed(20.0)
+    assert [record.message for record in caplog.records] == [
+        f"{file} names no feeder; the feeders stay the same until it does"
+    ]
+    assert roster.endpoints == ["ipc:///a"]
+    file.write_text("ipc:///b\n")
+    assert roster.changed(30.0)
+
+
 def test_at_the_start_the_file_must_be_right(tmp_path: Path) -> None:
     with pytest.raises(StreamError, match=r"cannot read stream\.feeders_file"):
         Roster(["ipc:///a"], tmp_path / "none", check)
