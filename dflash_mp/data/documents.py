@@ -52,6 +52,7 @@ KNOWN_KEYS = frozenset(
         *(key for pair in _PAIR_KEYS for key in pair),
         *_SYSTEM_KEYS,
         "text",
+        "turns",
         "tools",
         "finish_reason",
     }
@@ -125,6 +126,13 @@ def to_document(record: Record, shape: str = "auto") -> Document:
     )
 
 
+def is_conversation(record: Record, shape: str = "auto") -> bool:
+    """Whether `record`, read as `shape`, holds a list of messages."""
+    return shape in ("auto", "messages", "sharegpt") and any(
+        record.fields.get(key) is not None for key in _CONVERSATION_KEYS
+    )
+
+
 def _conversation(value: Any, key: str, shape: str, place: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: {key} must be a list of at least one message", "fix the record")
@@ -190,17 +198,24 @@ def _pair(record: Record, prompt: str, response: str) -> list[Message]:
         {"role": "user", "content": asked},
         {"role": "assistant", "content": _string(fields[response], response, place)},
     ]
-    system = next((key for key in _SYSTEM_KEYS if fields.get(key)), None)
-    return [{"role": "system", "content": _string(fields[system], system, place)}, *messages] if system else messages
+    return [*system_message(record), *messages]
+
+
+def system_message(record: Record) -> list[Message]:
+    """The system prompt beside a pair or a question; empty if there is none. Raises `DataError`."""
+    place, fields = record
+    key = next((key for key in _SYSTEM_KEYS if fields.get(key)), None)
+    return [{"role": "system", "content": _string(fields[key], key, place)}] if key else []
 
 
 def _talk(record: Record, messages: list[Message]) -> Document:
     ended = record.fields.get("finish_reason")
     unfinished = ended == "length" and messages[-1]["role"] == "assistant"
-    return Document(record.place, messages, None, _tools(record), unfinished, refused=ended == "refused")
+    return Document(record.place, messages, None, tools_of(record), unfinished, refused=ended == "refused")
 
 
-def _tools(record: Record) -> list[dict[str, Any]] | None:
+def tools_of(record: Record) -> list[dict[str, Any]] | None:
+    """The `tools` beside a conversation. Raises `DataError`."""
     tools = record.fields.get("tools")
     if isinstance(tools, str) and tools:
         try:

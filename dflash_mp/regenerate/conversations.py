@@ -1,8 +1,9 @@
 """What is asked: a conversation from each record of the sources, with its answers left out.
 
-A record asks with `prompt` (a text, or a list of messages), `turns` (texts of the user), or a conversation or pair as `prepare` reads them,
-whose answers are then written anew, one after the other, each after the new ones before it. Where tools speak, only the last answer is
-written anew: what a tool returned belongs to the call that is there. A record that asks nothing raises `DataError` with its place.
+A record asks with a conversation as `prepare` reads it, `turns` (texts of the user), `prompt` (a text, or a list of messages) or a pair as
+`prepare` reads it, the first that is present; a `system` prompt and `tools` beside them are kept. Answers are written anew, one after the
+other, each after the new ones before it. Where tools speak, only the last answer is written anew: what a tool returned belongs to the call
+that is there. A record that asks nothing raises `DataError` with its place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_mp.config import SourceConfig
-from dflash_mp.data.documents import Message, Record, to_document
+from dflash_mp.data.documents import Message, Record, is_conversation, system_message, to_document, tools_of
 from dflash_mp.data.sources import read_source
 from dflash_mp.errors import DataError
 
@@ -89,21 +90,32 @@ def to_conversation(record: Record, shape: str, index: int) -> Conversation:
 
 def _messages(record: Record, shape: str) -> tuple[list[Message], list[dict[str, Any]] | None]:
     place, fields = record
-    asked, turns = fields.get("prompt"), fields.get("turns")
-    alone = asked is not None and not any(fields.get(key) is not None for key in ("response", "completion"))
-    if isinstance(turns, Sequence) and not isinstance(turns, str) and turns:
-        if not all(isinstance(turn, str) for turn in turns):
-            raise DataError(f"{place}: turns must be a list of texts", "fix the record")
-        asking: list[Message] = [{"role": "user", "content": turn} for turn in turns]
-        # An empty answer between two questions marks where one belongs.
-        return [message for turn in asking for message in (turn, {"role": "assistant", "content": ""})], None
-    if alone and isinstance(asked, str):
-        system = fields.get("system")
-        first: list[Message] = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-        return [*first, {"role": "user", "content": asked}], None
-    if alone:
+    asking = None if is_conversation(record, shape) else _asking(record)
+    if asking is not None:
+        return [*system_message(record), *asking], tools_of(record)
+    asked = fields.get("prompt")
+    if isinstance(asked, list) and not _is_pair(record):
         record, shape = Record(place, {"messages": asked, "tools": fields.get("tools")}), "messages"
     document = to_document(record, shape)
     if document.messages is None:
         raise DataError(f"{place}: a plain text asks nothing", "give conversations, pairs or prompts")
     return document.messages, document.tools
+
+
+def _asking(record: Record) -> list[Message] | None:
+    """The questions of a record that asks with texts of the user; None for another."""
+    place, fields = record
+    asked, turns = fields.get("prompt"), fields.get("turns")
+    if isinstance(turns, Sequence) and not isinstance(turns, str) and turns:
+        if not all(isinstance(turn, str) for turn in turns):
+            raise DataError(f"{place}: turns must be a list of texts", "fix the record")
+        questions: list[Message] = [{"role": "user", "content": turn} for turn in turns]
+        # An empty answer between two questions marks where one belongs.
+        return [message for turn in questions for message in (turn, {"role": "assistant", "content": ""})]
+    if isinstance(asked, str) and not _is_pair(record):
+        return [{"role": "user", "content": asked}]
+    return None
+
+
+def _is_pair(record: Record) -> bool:
+    return any(record.fields.get(key) is not None for key in ("response", "completion"))

@@ -50,6 +50,12 @@ def test_parquet_of_several_row_groups(tmp_path: Path) -> None:
     assert [r.place for r in read_source(SourceConfig(path=str(path)))][3] == f"{path}, row 4"
 
 
+def test_questions_in_parquet_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "questions.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"turns": ["a", "b"], "id": 1}]), path)
+    assert _read(path) == [{"turns": ["a", "b"]}]
+
+
 def test_a_directory_is_read_by_name_at_all_levels(tmp_path: Path) -> None:
     names = ["a/y.jsonl", "a/z.jsonl", "a0.jsonl", "b.jsonl", "c/a/a.jsonl", "d.jsonl"]
     for name in (*names[3:], names[1], names[0], names[2], ".hidden/x.jsonl", "notes.txt"):

@@ -218,6 +218,10 @@ def test_prepare_reads_what_was_written(target: Path, tmp_path: Path) -> None:
     [
         ({"prompt": "a"}, [["user"]]),
         ({"turns": ["a", "b"]}, [["user"], ["user"]]),
+        ({"turns": ["a", "b"], "system_prompt": "s"}, [["system", "user"], ["user"]]),
+        ({"prompt": "a", "system_prompt": "s"}, [["system", "user"]]),
+        ({"prompt": "x", "messages": [{"role": r, "content": "a"} for r in ("system", "user")]}, [["system", "user"]]),
+        ({"turns": ["x"], "messages": [{"role": r, "content": "a"} for r in ("system", "user")]}, [["system", "user"]]),
         ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, [["system", "user"]]),
         ({"question": "a", "answer": "b"}, [["user"]]),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [["user"]]),
@@ -230,6 +234,12 @@ def test_prepare_reads_what_was_written(target: Path, tmp_path: Path) -> None:
 def test_records_of_every_shape_ask(fields: dict[str, Any], parts: list[list[str]]) -> None:
     conversation = to_conversation(Record("file:1", fields), "auto", 0)
     assert [[message["role"] for message in part] for part in conversation.parts] == parts
+
+
+@pytest.mark.parametrize("asked", [{"turns": ["a"]}, {"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]}])
+def test_tools_beside_every_way_to_ask_are_kept(asked: dict[str, Any]) -> None:
+    conversation = to_conversation(Record("file:1", {**asked, "tools": '[{"type": "function"}]'}), "auto", 0)
+    assert conversation.tools == [{"type": "function"}]
 
 
 @pytest.mark.parametrize(
