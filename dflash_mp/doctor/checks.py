@@ -17,7 +17,7 @@ from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
 from dflash_mp.doctor.devices import Gpu, ReadGpus, check_gpus, read_gpus
 from dflash_mp.doctor.feeders import Asked, check_feeders, is_loopback, roles_here
 from dflash_mp.doctor.files import check_clock, check_directory, check_keys
-from dflash_mp.doctor.finding import Finding, green, of_error, red, yellow
+from dflash_mp.doctor.finding import Finding, gib, green, of_error, red, yellow
 from dflash_mp.doctor.fit import Plans, check_fit
 from dflash_mp.doctor.limits import Needs, check_limits
 from dflash_mp.doctor.ports import check_rendezvous
@@ -25,6 +25,7 @@ from dflash_mp.doctor.probe import probe_stream
 from dflash_mp.doctor.target_size import TargetSize, read_target_size
 from dflash_mp.doctor.versions import check_versions
 from dflash_mp.drafter.shape import DrafterShape
+from dflash_mp.drafter.steps import bytes_of
 from dflash_mp.errors import DflashError, TargetError
 from dflash_mp.stream.endpoints import ipc_path
 
@@ -130,8 +131,9 @@ def _check_files(config: RunConfig, plans: Plans | Finding, feeds: bool, trains:
     needed, why = _LITTLE, "a run"
     if trains and not isinstance(plans, Finding):
         checkpoints = config.train.keep_checkpoints + 1  # the next one is written before the oldest goes
-        needed = 12 * plans.shape.parameter_count() * checkpoints
-        why = f"{checkpoints} checkpoints of 12 bytes per parameter"
+        one, there = 12 * plans.shape.parameter_count(), bytes_of(config.run_dir)
+        needed = max(one, one * checkpoints - there)
+        why = f"{checkpoints} checkpoints of 12 bytes per parameter" + (f", less {gib(there)} there," if there else "")
     yield check_directory("disk, run_dir", config.run_dir, needed, why)
     if feeds:
         yield _check_data(config)

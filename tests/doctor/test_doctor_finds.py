@@ -28,7 +28,7 @@ from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
 from dflash_mp.doctor.checks import examine
 from dflash_mp.doctor.devices import Gpu, check_gpus
 from dflash_mp.doctor.feeders import check_feeders
-from dflash_mp.doctor.files import check_directory, check_keys, check_other_clock
+from dflash_mp.doctor.files import check_keys, check_other_clock
 from dflash_mp.doctor.finding import Finding, exit_code, green, red, yellow
 from dflash_mp.doctor.fit import Plans, check_fit, largest_row
 from dflash_mp.doctor.report import lines
@@ -333,13 +333,6 @@ def test_a_path_that_cannot_carry_what_a_run_needs(tmp_path: Path) -> None:
     )
     assert measured_rate(tmp_path) == 3.5
     assert measured_rate(tmp_path / "none") is None
-
-
-def test_a_disk_too_small_for_checkpoints(small_disk: Path) -> None:
-    finding = check_directory("disk", small_disk / "run", 1 << 20, "a checkpoint")
-    assert finding.level == "red"
-    assert "a checkpoint takes 1.0 MiB" in finding.found
-    assert check_directory("disk", small_disk / "run", 1 << 14, "a checkpoint").level in ("green", "yellow")
 
 
 def test_a_clock_that_is_off() -> None:
