@@ -164,7 +164,34 @@ def _message(item: dict[str, Any], where: str) -> Message:
         _string(content, "content", where)
     if message["role"] == "assistant" and isinstance(message.get("reasoning"), str):
         message.setdefault("reasoning_content", message["reasoning"])  # the name that most templates read
+    if message.get("tool_calls"):
+        try:
+            message["tool_calls"] = with_objects(message["tool_calls"])
+        except ValueError as error:
+            raise DataError(f"{where}: {error}", "fix the record") from None
     return message
+
+
+def with_objects(calls: Any) -> Any:
+    """Tool calls whose arguments are objects, as chat templates want them, not JSON text. Raises `ValueError` where they can't be."""
+    return [_with_object(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _with_object(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_object(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"the arguments of the tool call {call.get('name')} are not a JSON object: {arguments[:80]}")
+    return {**call, "arguments": value}
 
 
 def _text_parts(parts: list[Any], where: str) -> Iterator[str]:

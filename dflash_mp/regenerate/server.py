@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_mp.data.documents import Message
+from dflash_mp.data.documents import Message, with_objects
 from dflash_mp.errors import ConfigError, TargetError
 from dflash_mp.regenerate.choice import AnswerOptions
 from dflash_mp.regenerate.conversations import Answered, Conversation, without_torn_character
@@ -141,7 +141,7 @@ class _Client:
                 return Answered(conversation, messages, "refused", tokens, str(refusal))
             messages.append(message)
             tokens += used
-            if reason != "stop":
+            if reason != "stop" or message.get("tool_calls"):  # what the tool says to it is not known
                 break
         return Answered(conversation, messages, reason, tokens)
 
@@ -255,7 +255,7 @@ def _request(
 ) -> dict[str, Any]:
     request: dict[str, Any] = {
         "model": model,
-        "messages": messages,
+        "messages": [_as_sent(message) for message in messages],
         "max_tokens": how.max_new_tokens,
         "temperature": how.sampling.temperature,
         "top_p": how.sampling.top_p,
@@ -272,6 +272,19 @@ def _request(
     return request
 
 
+def _as_sent(message: Message) -> Message:
+    """`message` as the API has it: the arguments of tool calls as JSON text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_text(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def _reply(answer: dict[str, Any], url: str) -> tuple[Message, str, int]:
     """The assistant's message, why it ended, and its tokens. Raises `_Refused` and `TargetError`."""
     try:
@@ -281,8 +294,10 @@ def _reply(answer: dict[str, Any], url: str) -> tuple[Message, str, int]:
         thought = message.get("reasoning_content") or message.get("reasoning")  # servers' older and newer name
         kept = {"reasoning_content": thought} if thought else {}
         if message.get("tool_calls"):
-            kept["tool_calls"] = message["tool_calls"]
+            kept["tool_calls"] = with_objects(message["tool_calls"])
         content = message.get("content")
+    except ValueError as error:
+        raise _Refused(f"the server's answer can't be read: {error}") from None
     except (KeyError, IndexError, TypeError, AttributeError):
         raise TargetError(
             f"{url}: the server's answer has no choices[0].message", "check that it is an OpenAI-compatible server"

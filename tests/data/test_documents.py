@@ -68,6 +68,18 @@ def test_tools_and_tool_calls_are_kept() -> None:
     assert document.messages[1] == {**call, "content": ""}
 
 
+def test_arguments_of_tool_calls_become_objects() -> None:
+    for wrap in (lambda call: {"type": "function", "function": call}, lambda call: call):
+        calls = [wrap({"name": "f", "arguments": text}) for text in ('{"x": 1}', "")]
+        document = _document({"messages": [QUESTION, {**ANSWER, "tool_calls": calls}]})
+        assert document.messages is not None
+        wanted = [wrap({"name": "f", "arguments": value}) for value in ({"x": 1}, {})]
+        assert document.messages[1]["tool_calls"] == wanted
+    bad = [{"function": {"name": "f", "arguments": "{x"}}]
+    with pytest.raises(DataError, match=r"chats\.jsonl:3: message 2 .* call f are not a JSON object"):
+        _document({"messages": [QUESTION, {**ANSWER, "tool_calls": bad}]})
+
+
 def test_reasoning_under_its_newer_name_is_reasoning() -> None:
     document = _document({"messages": [QUESTION, {**ANSWER, "reasoning": "why"}]})
     assert document.messages is not None

@@ -312,6 +312,27 @@ def test_a_record_that_the_server_refuses_strands_no_other(server: Server, promp
     assert "1 refused" in said
 
 
+def test_a_tool_call_ends_a_conversation_and_is_sent_as_the_api_has_it(server: Server, prompts: Path) -> None:
+    def call(arguments: Any) -> list[dict[str, Any]]:
+        return [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+    def misbehave(handler: Handler, number: int) -> bool:
+        message = {"content": None, "tool_calls": call('{"x": "é"}')}
+        handler.reply(200, json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]}).encode())
+        return True
+
+    server.misbehave = misbehave
+    said = {"role": "assistant", "content": "", "tool_calls": call({"x": "é"})}
+    tool = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    talks = [{"turns": ["one", "two"]}, {"messages": [{"role": "user", "content": "q"}, said, tool]}]
+    prompts.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    assert run(server, prompts, "--concurrency", "1")[0] == 0
+    first, second = answers(prompts)
+    assert first["messages"] == [{"role": "user", "content": "one"}, said]
+    assert second["messages"][-1] == said
+    assert server.requests[-1]["messages"][1]["tool_calls"] == call('{"x": "é"}')
+
+
 def test_a_server_that_has_room_for_no_prompt_is_an_error(server: Server, prompts: Path) -> None:
     def misbehave(handler: Handler, number: int) -> bool:
         handler.reply(400, b'{"message": "This model\'s maximum context length is 8 tokens"}')
