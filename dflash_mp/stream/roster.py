@@ -56,11 +56,10 @@ class Roster:
         self._version = version
         try:
             endpoints = self._read()
+            if not endpoints or not self._version or not self._version[2]:
+                raise StreamError(f"stream.feeders_file {self._file} names no feeder", "name one")
         except StreamError as error:
             log.error("%s; the feeders stay the same until it is right", error.what)
-            return False
-        if not endpoints:
-            log.error("%s names no feeder; the feeders stay the same until it does", self._file)
             return False
         before, self.endpoints = self.endpoints, endpoints
         return before != endpoints

@@ -64,15 +64,15 @@ def test_an_emptied_file_changes_nothing_and_is_reported_once(tmp_path: Path, ca
     """`> file` empties it before anything is written."""
     file = tmp_path / "feeders"
     write(file, "ipc:///a")
-    roster = Roster([], file, check)
+    roster = Roster(["ipc:///given"], file, check)
     file.write_text("")
     with caplog.at_level(logging.ERROR):
         assert not roster.changed(10.0)
         assert not roster.changed(20.0)
     assert [record.message for record in caplog.records] == [
-        f"{file} names no feeder; the feeders stay the same until it does"
+        f"stream.feeders_file {file} names no feeder; the feeders stay the same until it is right"
     ]
-    assert roster.endpoints == ["ipc:///a"]
+    assert roster.endpoints == ["ipc:///given", "ipc:///a"]
     file.write_text("ipc:///b\n")
     assert roster.changed(30.0)
 
@@ -107,5 +107,5 @@ def test_a_feeder_at_a_new_address_joins_a_running_job_and_one_that_is_struck_of
             until(lambda: next(rows) and client.stats.rows_by_feeder.get(c, 0) > 0)
             write(file, c)
             until(lambda: next(rows) and list(client.stats.rows_by_feeder) == [c])
-            assert not second.look()[0].drafters
+            until(lambda: not second.look()[0].drafters)
             assert next(rows)
