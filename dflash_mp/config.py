@@ -212,10 +212,6 @@ class MetricsConfig(_Section):
     rank_port: int | None = Field(
         17500, ge=1, le=65535, description="port of rank 0; rank r takes this plus r; null: none"
     )
-    endpoints: list[str] = Field(
-        default_factory=list,
-        description="HOST:PORT of each process that `dflash-mp top` reads; default: the run's feeders and this host's ranks",
-    )
 
 
 class RunConfig(_Section):

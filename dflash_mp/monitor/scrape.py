@@ -59,13 +59,11 @@ class Reading:
 
 
 def endpoints_of(config: RunConfig) -> list[str]:
-    """`metrics.endpoints`, or those of the run's feeders and of this host's ranks. Raises `ConfigError` if there are none.
+    """Those of the run's feeders and of this host's ranks. Raises `ConfigError` if there are none.
 
     Feeders are looked for on this host, and at the address of their tcp endpoint where `metrics.address` lets other hosts read.
     """
     metrics = config.metrics
-    if metrics.endpoints:
-        return list(metrics.endpoints)
     here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(metrics.address, metrics.address)
     here = f"[{here}]" if ":" in here and not here.startswith("[") else here
     found = []

@@ -106,7 +106,6 @@ def test_the_configuration_says_whom_to_ask() -> None:
     assert endpoints_of(config_of({"address": "0.0.0.0"}, **tcp)) == ["10.0.0.5:17400", "[fd00::6]:17401", *ranks]
     assert endpoints_of(config_of({}, **tcp)) == ["127.0.0.1:17400", "127.0.0.1:17401", *ranks]
     assert endpoints_of(config_of({"address": "::", "feeder_port": None})) == ["[::1]:17500", "[::1]:17501"]
-    assert endpoints_of(config_of({"endpoints": ["a:1", "b:2"]})) == ["a:1", "b:2"]
     with pytest.raises(ConfigError, match="shows no figures"):
         endpoints_of(config_of({"feeder_port": None, "rank_port": None}))
 
