@@ -66,7 +66,7 @@ class ClientIo:
         self.changed = threading.Condition()
         self._hello, self._who, self._silent_seconds = hello, who, silent_seconds
         self._connecting = True  # a refusal is an error, as long as nothing has been promised
-        self._wishes = wishes
+        self._wishes, self._roster, self._keys = wishes, roster, keys
         self._leaving: m.Bye | None = None
         self._weights_link: Link | None = None
         self._weights_welcome: m.Welcome | None = None  # names the conversation in which chunks were asked for
@@ -75,7 +75,6 @@ class ClientIo:
         self._poller = zmq.Poller()
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._roster, self._keys = roster, keys
         self.links = [Link(endpoint, self._context, self._poller, keys) for endpoint in endpoints]
         self._ring_rows = RingRows(self.links)
         self._thread = threading.Thread(target=self._main, name="stream", daemon=True)
@@ -135,8 +134,7 @@ class ClientIo:
         self._notify()
 
     def _run(self) -> m.Bye:
-        ping_seconds = min(1.0, self._silent_seconds / 4)
-        last = time.monotonic()
+        ping_seconds, last = min(1.0, self._silent_seconds / 4), time.monotonic()
         while self._leaving is None:
             patience = _STARVING_POLL_MS if self._could_take_over() else int(ping_seconds * 500)
             ready = [polled for polled, _ in self._poller.poll(patience)]
@@ -266,10 +264,12 @@ class ClientIo:
             return
         for other in self.live():
             if other.welcome is not None and other.welcome.feeder == welcome.feeder:
-                raise StreamError(
-                    f"{self._who}: {other.endpoint} and {link.endpoint} lead to the same feeder",
-                    "name each feeder once in feed.endpoints",
-                )
+                both = f"{other.endpoint} and {link.endpoint} lead to the same feeder"
+                if self._connecting:
+                    raise StreamError(f"{self._who}: {both}", "name each feeder once in feed.endpoints")
+                log.error("%s: %s; the second is not used", self._who, both)
+                link.leave(m.Bye("done", both))  # the feeder took it for the first's successor: that connects again
+                return
         row_bytes = RowLayout.of(welcome.plan).nbytes
         if welcome.row_bytes != row_bytes or welcome.lane not in link.lanes or not link.ring_fits(row_bytes):
             raise ProtocolError(f"WELCOME offers {welcome.row_bytes} bytes by {welcome.lane}; {row_bytes} are due")

@@ -138,9 +138,10 @@ class Link:
 
     def leave(self, bye: m.Bye) -> list[Request]:
         """Say `bye` if anybody listens, and end for good; returns the rows that it still owed."""
-        if self.state == "live":
+        if self.state in ("greeting", "live"):
             self.post(bye)
         owed = self._close(_BYE_LINGER_MS)
+        self.last_loss = bye.reason
         self._enter("closed")
         return owed
 
@@ -285,6 +286,8 @@ class Link:
             return f"{self.endpoint}: {self.refusal.reason}"
         if self.state == "refused" and self.refusal is not None:
             return f"{self.endpoint} refused: {self.refusal.reason}"
+        if self.state == "closed":
+            return f"{self.endpoint} was left: {self.last_loss}"
         if self.state == "greeting":
             return f"{self.endpoint} accepts connections but has not answered for {for_so_long:.0f} s"
         if self.state == "connecting" and self.hung_up > 2:

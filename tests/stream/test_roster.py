@@ -109,3 +109,22 @@ def test_a_feeder_at_a_new_address_joins_a_running_job_and_one_that_is_struck_of
             until(lambda: next(rows) and list(client.stats.rows_by_feeder) == [c])
             until(lambda: not second.look()[0].drafters)
             assert next(rows)
+
+
+def test_a_second_address_of_a_feeder_that_is_added_to_a_running_job_is_dropped_for_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "feeders"
+    slow = Behaviour(seconds_per_row=0.02)
+    with feeders(FeederProcess(ipc(tmp_path), behaviour=slow)) as (feeder,):
+        write(file, feeder.endpoint)
+        with client_of([], rows=4, **QUICK, feeders_file=file) as client:
+            client.connect()
+            client.schedule(iter(keys(0, 400)))
+            rows = take_all(client, keys(0, 400))
+            again = f"ipc://{tmp_path}/./feeder.sock"
+            write(file, feeder.endpoint, again)
+            until(lambda: next(rows) and [link.state for link in client._io.links][1:] == ["closed"])
+            assert len(list(zip(rows, range(100), strict=False))) == 100
+            assert client._io.links[1].describe(0.0).startswith(f"{again} was left: {feeder.endpoint} and {again} lead")
+    assert sum("lead to the same feeder" in record.message for record in caplog.records) == 1
