@@ -21,6 +21,7 @@ MARK = "DFLASH_MP_SUPERVISOR"
 LEADER = "DFLASH_MP_TORCHRUN"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
+SAME_SIGNAL_SECONDS = 3.0  # a signal to a whole group comes directly, and again from parents that hand it on
 
 
 def die_with_parent() -> None:

@@ -4,8 +4,8 @@ A part either *works* (the run is over when all working parts are done) or *serv
 when the work is done, or was stopped in order by Ctrl-C, SIGTERM or SIGHUP, to it or to a serving part: every working part then ended with 0,
 which says that it saved what it had. It raises `PartFailed` with the first failure's exit code and last log lines, or `Stopped`
 (exit code 128 + signal) when the stop lost something. A first signal asks the working parts to stop, then the
-serving ones, and waits a bounded time for each; a second signal does not wait. However it ends, no process of the run is
-left: whatever still carries the run's mark is killed, in any session. When the supervisor itself is killed, the kernel kills
+serving ones, and waits a bounded time for each; a second signal, three seconds or more after the first (sooner, it is taken for the same one),
+does not wait. However it ends, no process of the run is left: whatever still carries the run's mark is killed, in any session. When the supervisor itself is killed, the kernel kills
 its children (`dflash_mp.child`). Polling costs a few system calls per tenth of a second.
 """
 
@@ -26,7 +26,7 @@ from types import FrameType
 
 from dflash_mp import logs
 from dflash_mp.errors import DflashError
-from dflash_mp.process import MARK, children_of, mark_of, marked_processes, send_signal
+from dflash_mp.process import MARK, SAME_SIGNAL_SECONDS, children_of, mark_of, marked_processes, send_signal
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
@@ -121,6 +121,22 @@ class Running:
         return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:]) or "    (it wrote nothing)"
 
 
+class _Asked:
+    """The signals that asked for a stop: the `first`, and whether one came `again`, later than any copy of the first."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.again = False
+        self._at = 0.0
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._at = signal.Signals(number), now
+        elif now - self._at > SAME_SIGNAL_SECONDS:
+            self.again = True
+
+
 def supervise(
     parts: Sequence[Part],
     watch: Callable[[Sequence[Running]], None] = lambda running: None,
@@ -134,34 +150,31 @@ def supervise(
     mark = mark_of(os.getpid())
     child_environment = {**(os.environ if environment is None else environment), MARK: mark}
     running: list[Running] = []
-    with _signals() as received:
+    with _signals() as asked:
         try:
             for part in parts:
                 running.append(Running(part, child_environment))
-            failed = _until_over(running, received, watch)
-            ended = failed.exit_code if failed else None
+            failed = _until_over(running, asked, watch)
+            ended, number = failed.exit_code if failed else None, asked.first
             seconds = patience.failure if failed else patience.orderly
-            on_time = _stop(running, received, watch, (seconds, patience.serving))
+            _stop(running, asked, watch, (seconds, patience.serving))
         finally:
             _kill_all(mark, running)
     if failed is not None:
         raise _failure(failed, ended or 1)
-    if not received:
-        return None
-    number = signal.Signals(received[0])
-    if not on_time or any(one.exit_code != 0 for one in running if not one.part.serves):
+    if number is not None and any(one.exit_code != 0 for one in running if not one.part.serves):
         raise _stopped(running, number)
     return number
 
 
 def _until_over(
-    running: Sequence[Running], received: list[int], watch: Callable[[Sequence[Running]], None]
+    running: Sequence[Running], asked: _Asked, watch: Callable[[Sequence[Running]], None]
 ) -> Running | None:
     """Wait for the end of the work or a signal (None), or for the first part that fails.
 
     A serving part that ends in order was asked to stop, by somebody who meant the run: that counts as a signal.
     """
-    while not received:
+    while asked.first is None:
         watch(running)
         codes = [(one, one.exit_code) for one in running]
         if all(code == 0 for one, code in codes if not one.part.serves):
@@ -171,7 +184,7 @@ def _until_over(
                 return one
             if code == 0 and one.part.serves:
                 log.warning("%s was stopped, so the run stops", one.part.name)
-                received.append(signal.SIGTERM)
+                asked.note(signal.SIGTERM)
                 return None
         time.sleep(_TICK_SECONDS)
     return None
@@ -179,27 +192,24 @@ def _until_over(
 
 def _stop(
     running: Sequence[Running],
-    received: list[int],
+    asked: _Asked,
     watch: Callable[[Sequence[Running]], None],
     patience: tuple[float, float],
-) -> bool:
-    """Ask the working parts, then the serving ones, to stop. False when some did not in time, or a further signal came."""
-    signals_before, on_time = len(received), True
+) -> None:
+    """Ask the working parts, then the serving ones, to stop, and wait for them, but neither for too long nor after a second signal."""
     for serves, seconds in zip((False, True), patience, strict=True):
         group = [one for one in running if one.part.serves == serves]
         for one in group:
             one.ask_to_stop()
         deadline = time.monotonic() + seconds
         while any(one.exit_code is None for one in group):
-            if len(received) > signals_before:
-                return False
+            if asked.again:
+                return
             if time.monotonic() > deadline:
-                on_time = False
                 break
             watch(running)
             time.sleep(_TICK_SECONDS)
     watch(running)
-    return on_time
 
 
 def _kill_all(mark: str, running: Sequence[Running]) -> None:
@@ -239,17 +249,13 @@ def _stopped(running: Sequence[Running], number: signal.Signals) -> DflashError:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals() -> Iterator[_Asked]:
     """Collect the signals that ask for a stop, instead of dying of them. An ignored SIGHUP (nohup) stays ignored."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
+    asked = _Asked()
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, asked.note) for number in numbers}
     try:
-        yield received
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

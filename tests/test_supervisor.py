@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from process_trees import output_of, part, python, shell, supervised
+from process_trees import eventually, output_of, part, python, shell, supervised
 
+from dflash_mp.process import SAME_SIGNAL_SECONDS
 from dflash_mp.supervisor import Patience
 
 FOREVER = shell("echo up; exec sleep 600")
@@ -133,7 +134,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     with supervised(part(tmp_path, "drafters", STUBBORN)) as run:
         run.wait_until_up()
         run.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(SAME_SIGNAL_SECONDS + 0.5)
         assert run.process.poll() is None
         started = time.monotonic()
         run.process.send_signal(signal.SIGINT)
@@ -141,6 +142,37 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         assert run.processes() == []
     assert code == 130
     assert time.monotonic() - started < 25  # less than any patience of a run
+
+
+def test_copies_of_a_signal_are_one_request(tmp_path: Path) -> None:
+    saves = shell("trap 'sleep 1; echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done")
+    drafters = part(tmp_path, "drafters", saves)
+    with supervised(drafters) as run:
+        run.wait_until_up()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            run.process.send_signal(number)
+            time.sleep(0.2)
+        code, output = run.finish()
+    assert code == 0, output
+    assert output_of(drafters) == "up\nsaved\n"
+
+
+def test_a_signal_after_the_work_is_done_loses_nothing(tmp_path: Path) -> None:
+    closes = shell("trap 'echo closing; sleep 1; exit 0' TERM; while :; do sleep 0.05; done")
+    feeder = part(tmp_path, "feeder", closes, serves=True)
+    with supervised(feeder, part(tmp_path, "drafters", shell("sleep 0.5"))) as run:
+        eventually(lambda: "closing" in output_of(feeder), "the feeder closes")
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == (0, "")
+
+
+def test_a_feeder_that_does_not_end_loses_nothing_that_the_drafters_saved(tmp_path: Path) -> None:
+    feeder, drafters = part(tmp_path, "feeder", STUBBORN, serves=True), part(tmp_path, "drafters", ORDERLY)
+    with supervised(feeder, drafters, patience=Patience(serving=0.3)) as run:
+        run.wait_until_up()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == (0, "stopped in order by SIGTERM\n")
+        assert run.processes() == []
 
 
 def test_a_failure_while_stopping_is_reported_as_such(tmp_path: Path) -> None:

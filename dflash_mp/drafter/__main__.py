@@ -2,7 +2,7 @@
 
 A rank connects to the feeders, takes the target's embedding and head from them, resumes from the newest checkpoint of the run directory if
 there is one, and trains to the last step. SIGTERM or SIGINT to any rank: all finish the step, save, and exit 0; a step for which a row
-doesn't come in seconds is dropped, a held-out measurement is cut short. A second signal, or one before training begins, ends the
+doesn't come in seconds is dropped, a held-out measurement is cut short. A second signal (three seconds or more later), or one before training begins, ends the
 process at once, with 128 + signal. Other exit codes are those of `dflash_mp.errors`.
 """
 

@@ -13,11 +13,10 @@ import time
 
 import torch.distributed as dist
 
-from dflash_mp.process import watch_signals
+from dflash_mp.process import SAME_SIGNAL_SECONDS, watch_signals
 from dflash_mp.stream.client_patience import StopRequest
 
 log = logging.getLogger(__name__)
-_SAME_SECONDS = 3.0  # a signal to a whole group comes directly, and again from parents that hand it on
 _ASK_SECONDS = 0.5  # between two looks at what other ranks say
 _KEY = "dflash_mp/stop"
 
@@ -62,7 +61,7 @@ class Stopping:
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if not self.training or (self.requested is not None and now - self.requested.at > _SAME_SECONDS):
+        if not self.training or (self.requested is not None and now - self.requested.at > SAME_SIGNAL_SECONDS):
             os._exit(128 + number)
         if self.requested is None:
             self.requested = StopRequest(number, now)

@@ -1,6 +1,6 @@
 """The feeder process: a prepared dataset and a target, served to drafters.
 
-`feed` runs until SIGTERM or SIGINT, then takes leave of the drafters and returns; a second signal ends the process at once. It refuses to
+`feed` runs until SIGTERM or SIGINT, then takes leave of the drafters and returns; a second signal, three seconds or more later, ends the process at once. It refuses to
 start, before the target is loaded where that is possible, if the address is taken, the dataset isn't whole or was prepared with
 another tokenizer or chat template, or the capture differs from the model's own forward.
 """
@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.data.store import PreparedDataset, open_dataset
 from dflash_mp.errors import ConfigError, DataError
 from dflash_mp.monitor.samples import feeder_endpoint
-from dflash_mp.process import die_with_parent, watch_signals
+from dflash_mp.process import SAME_SIGNAL_SECONDS, die_with_parent, watch_signals
 from dflash_mp.stream.endpoints import check_available
 from dflash_mp.stream.feeder import Compute, FeederService
 from dflash_mp.stream.handshake import expectations
@@ -139,11 +140,12 @@ def _placed(config: RunConfig, index: int) -> tuple[str, RunConfig]:
 
 
 class _StopRequest:
-    """SIGTERM and SIGINT: the first ends the loading or asks the service to stop, the second ends the process, a target that hangs included."""
+    """SIGTERM and SIGINT: the first ends the loading or asks the service to stop, a second, later than any copy of the first, ends the process, a target that hangs included."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self._serving = False
+        self._at = 0.0
         watch_signals((signal.SIGTERM, signal.SIGINT), self._on_signal)
 
     def serving(self) -> None:
@@ -151,8 +153,12 @@ class _StopRequest:
         self._serving = True
 
     def _on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
         if self.event.is_set():
-            os._exit(128 + number)
+            if now - self._at > SAME_SIGNAL_SECONDS:
+                os._exit(128 + number)
+            return
+        self._at = now
         self.event.set()
         if not self._serving:
             os._exit(0)

@@ -20,7 +20,7 @@ class Loud(module.Stopping):
     def _on_signal(self, number):
         super()._on_signal(number)
         print("took", number.name, flush=True)
-        module._SAME_SECONDS = 600.0 if number == signal.SIGINT else 0.0
+        module.SAME_SIGNAL_SECONDS = 600.0 if number == signal.SIGINT else 0.0
 
 stopping = Loud()
 stopping.share(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
