@@ -3,7 +3,8 @@
 Plain torchrun ends with 1 whatever happened and prints a page of its own traceback after the error that matters; asked to stop, it kills ranks
 after 30 s, be their checkpoint written or not; killed, it leaves a directory of empty logs behind, and a worker that was still starting.
 Here SIGTERM, SIGINT and SIGHUP are handed to this machine's ranks as SIGTERM, each time one comes, and torchrun ends when they have; without ranks yet it
-ends at once with 128 + signal. A worker that was still starting ends itself (`dflash_mp.process`), and logs go where `--log-dir` says or nowhere.
+ends at once with 128 + signal, and so it does when a second signal, three seconds or more later, still finds none. When they have ended by themselves
+a signal changes nothing. A worker that was still starting ends itself (`dflash_mp.process`), and logs go where `--log-dir` says or nowhere.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import select
 import signal
 import sys
 import threading
+import time
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 from dflash_mp import logs
-from dflash_mp.process import LEADER, children_of, die_with_parent, mark_of, send_signal
+from dflash_mp.process import LEADER, SAME_SIGNAL_SECONDS, children_of, die_with_parent, mark_of, send_signal
 
 log = logging.getLogger("dflash_mp.torchrun")
 
@@ -36,7 +39,9 @@ def main(arguments: list[str]) -> int:
         "OMP_NUM_THREADS", "1"
     )  # torchrun's own default, without its banner; a rank sets its threads itself
     os.environ[LEADER] = mark_of(os.getpid())
-    _hand_signals_on()
+    started = threading.Event()
+    sys.addaudithook(lambda event, facts: _notice_ranks(event, facts, started))
+    _hand_signals_on(started)
     try:
         torchrun(["--log-dir", os.devnull, "--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
@@ -49,7 +54,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _hand_signals_on() -> None:
+def _notice_ranks(event: str, facts: tuple[Any, ...], started: threading.Event) -> None:
+    """Set `started` when torchrun starts its first rank: a process that it gives a LOCAL_RANK."""
+    if event == "subprocess.Popen" and "LOCAL_RANK" in (facts[3] or {}):
+        started.set()
+
+
+def _hand_signals_on(started: threading.Event) -> None:
     """From a thread: while torchrun waits for other machines its main thread is in a call that no Python signal handler interrupts."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -57,20 +68,23 @@ def _hand_signals_on() -> None:
     for number in _STOP:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, lambda number, frame: None)
-    threading.Thread(target=_stop_ranks, args=(reading,), name="signals", daemon=True).start()
+    threading.Thread(target=_stop_ranks, args=(reading, started), name="signals", daemon=True).start()
 
 
-def _stop_ranks(reading: int) -> None:
+def _stop_ranks(reading: int, started: threading.Event) -> None:
     """Ask the ranks to stop for each signal that comes; they agree with those of other machines on a step, save, and exit 0.
 
     A rank that was not training yet ends with an error, for which torchrun may start all ranks again (`--max-restarts`): those are asked, too.
     """
     stopping: signal.Signals | None = None
     asked: set[int] = set()
+    first = 0.0
     while True:
         ready, _, _ = select.select([reading], [], [], None if stopping is None else _LOOK_SECONDS)
         number = signal.Signals(os.read(reading, 1)[0]) if ready else None
         if number in _STOP:
+            if stopping is None:
+                first = time.monotonic()
             stopping, asked = number, set()
         if stopping is None:
             continue
@@ -78,7 +92,8 @@ def _stop_ranks(reading: int) -> None:
         for rank in set(ranks) - asked:
             send_signal(rank, signal.SIGTERM)
         asked.update(ranks)
-        if not ranks and number in _STOP:
+        without = not started.is_set() or time.monotonic() - first > SAME_SIGNAL_SECONDS
+        if not ranks and number in _STOP and without:
             os.write(2, f"torchrun: stopped by {stopping.name}, without a rank\n".encode())
             os._exit(128 + stopping)
 

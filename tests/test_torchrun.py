@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from process_trees import SECONDS, eventually, output_of, part, supervised
 
+from dflash_mp.process import children_of
 from dflash_mp.supervisor import Part
 
 _WORKER = """
@@ -125,6 +127,35 @@ def test_torchrun_that_still_waits_for_the_other_machines_stops_at_once(tmp_path
         torchrun.send_signal(signal.SIGTERM)
         assert torchrun.wait(SECONDS) == 128 + signal.SIGTERM, log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+_EARLY_AND_LATE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = os.environ["RANK"]
+while rank == "1" and not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+os.write(1, f"rank {rank} saved\\n".encode())
+"""
+
+
+def test_a_signal_after_the_ranks_have_ended_makes_no_failure_of_it(tmp_path: Path) -> None:
+    """The machine whose ranks are done waits for the other one's."""
+    worker, go_on, logs = tmp_path / "worker.py", tmp_path / "go-on", [tmp_path / "0", tmp_path / "1"]
+    worker.write_text(_EARLY_AND_LATE)
+    rendezvous = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    command = [sys.executable, "-m", "dflash_mp.torchrun", *rendezvous]
+    with (
+        started([*command, "--node-rank", "0", str(worker), str(go_on)], logs[0]) as first,
+        started([*command, "--node-rank", "1", str(worker), str(go_on)], logs[1]) as second,
+    ):
+        eventually(lambda: "rank 0 saved" in logs[0].read_text(), "the first machine's rank is done")
+        eventually(lambda: not children_of(first.pid), "and has ended")
+        first.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        go_on.touch()
+        assert second.wait(SECONDS) == 0, logs[1].read_text()
+        assert first.wait(SECONDS) == 0, logs[0].read_text()
 
 
 @contextmanager
