@@ -234,14 +234,19 @@ class _Client:
 
 def address(options: ServerOptions) -> urllib.parse.SplitResult:
     """The parts of the server's address. Raises `ConfigError` if it is none, or holds a secret."""
-    place = urllib.parse.urlsplit(options.url)
+    if any(mark in options.url for mark in "@?#"):
+        raise ConfigError(
+            "--server holds a user or password (@), or a query or fragment (? or #): it would be stored with the answers",
+            f"give the plain address; put the key into the environment variable {options.key_variable}",
+        )
+    try:
+        place = urllib.parse.urlsplit(options.url)
+        _ = place.port  # raises when it is no number
+    except ValueError as error:
+        raise ConfigError(f"--server is not an address: {error}", "for example http://127.0.0.1:8000/v1") from None
     if place.scheme not in ("http", "https") or not place.hostname:
         raise ConfigError(
             f"--server {options.url!r} is not an address", "for example --server http://127.0.0.1:8000/v1"
-        )
-    if place.username or place.password:
-        raise ConfigError(
-            "--server holds a user or password", f"put the key into the environment variable {options.key_variable}"
         )
     return place
 
