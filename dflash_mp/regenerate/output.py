@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from dflash_mp.errors import ConfigError, DataError, DflashError
 
 _SYNC_SECONDS = 5.0
-_VERSIONS = "versions"  # recorded, but free to change on the way
+_FREE = ("versions", "server")  # recorded, but free to change on the way
 
 
 def settings_file(out: Path) -> Path:
@@ -128,7 +128,7 @@ class AnswerFile:
                 "choose another --out, or replace it with --force",
             )
         wanted = json.loads(json.dumps(self._settings))
-        different = [key for key in wanted if key != _VERSIONS and before.get(key) != wanted[key]]
+        different = [key for key in wanted if key not in _FREE and before.get(key) != wanted[key]]
         if different:
             raise ConfigError(
                 f"{self._out} was begun with other settings: "
@@ -137,10 +137,9 @@ class AnswerFile:
                 ),
                 "give the same settings to go on, choose another --out, or start over with --force",
             )
-        if before.get(_VERSIONS) != wanted.get(_VERSIONS):
-            self._say(
-                f"{self._out} was begun with other versions: {before.get(_VERSIONS)}; now {wanted.get(_VERSIONS)}"
-            )
+        for key in _FREE:
+            if key in before and key in wanted and before[key] != wanted[key]:
+                self._say(f"{self._out} was begun with {key} {before[key]}, and goes on with {wanted[key]}")
         if self._out.exists():
             self._partial.unlink(missing_ok=True)
             return True

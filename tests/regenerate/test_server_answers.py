@@ -195,8 +195,12 @@ def test_a_server_that_stays_away_ends_the_command_and_what_is_written_stays(ser
     assert 1 <= written <= 4
     server.misbehave = lambda handler, number: False
     asked = len(server.requests)
-    code, said = run(server, prompts)
-    assert code == 0
+    code, said = run(server, prompts, "--model", "other")
+    assert code == 2
+    assert "model" in said
+    code, said = run(server, prompts, "--server", server.url.replace("127.0.0.1", "localhost"))
+    assert code == 0, said
+    assert "begun with server http" in said
     assert len(server.requests) - asked == 13 - written
     assert [record["index"] for record in answers(prompts)] == list(range(13))
 
@@ -347,7 +351,14 @@ def test_a_server_that_has_room_for_no_prompt_is_an_error(server: Server, prompt
 
 
 def test_addresses_that_cannot_be_are_refused(prompts: Path, tmp_path: Path) -> None:
-    for url, words in (("127.0.0.1:8000", "is not an address"), ("http://me:secret@host/v1", "environment variable")):
+    for url, words in (
+        ("127.0.0.1:8000", "is not an address"),
+        ("http://host:port/v1", "is not an address"),
+        ("http://me:secret@host/v1", "environment variable"),
+        ("http://host/v1?key=secret", "environment variable"),
+        ("host/v1?key=secret", "environment variable"),
+        ("http://host/v1#secret", "environment variable"),
+    ):
         arguments = [
             "regenerate",
             "--server",
