@@ -85,7 +85,7 @@ class FeederService:
         pin: bool = False,
     ) -> None:
         """Take the address. `run` names the run's directory; with `keys`, only listed drafters get in by tcp; `pin` makes slots of
-        pinned memory, for a target on CUDA.
+        memory pinned for the current CUDA device, which must be the target's.
         """
         self.plan = plan
         self.layout = RowLayout.of(plan)

@@ -51,6 +51,8 @@ def feed(config: RunConfig, index: int) -> None:
     dataset = open_dataset(config)
     stop = _StopRequest()
     target = load_target(config.target)
+    if target.device.type == "cuda":
+        torch.cuda.set_device(target.device)  # for which the service pins its memory
     plan = make_plan(config, dataset, target)
     capture = Capture(target, last_hidden=plan.target.last_hidden)
     capture.self_check(dataset.row("train", 0))
