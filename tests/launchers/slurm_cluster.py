@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,10 +79,11 @@ class Cluster:
         )
         return f"{facts['JobState']} {facts['Restarts']}"
 
-    def wait_for(self, job: str, state: str) -> None:
+    def wait_for(self, job: str, state: str, said: Callable[[], str] = str) -> None:
+        """Until `job` is in `state`; otherwise the test fails with what the job `said`."""
         deadline = time.monotonic() + SECONDS
         while (now := self.state(job)) != state:
-            assert time.monotonic() < deadline, f"job {job} is {now}, not {state}"
+            assert time.monotonic() < deadline, f"job {job} is {now}, not {state}\n{said()}"
             time.sleep(0.3)
 
 

@@ -62,7 +62,10 @@ class Job:
         words = ("sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--wrap=true")
         other = self.cluster.run(*words).strip()
         self.cluster.wait_for(other, "COMPLETED 0")
-        self.cluster.wait_for(self.number, "PENDING 1")
+        self.wait_for("PENDING 1")
+
+    def wait_for(self, state: str) -> None:
+        self.cluster.wait_for(self.number, state, self.said)
 
     def go_on(self) -> None:
         """Don't wait the two minutes that Slurm leaves between a requeue and the next start."""
@@ -100,15 +103,11 @@ def test_preempted_it_saves_goes_back_into_the_queue_and_ends_when_it_is_trained
     assert all("--set stream.keys=keys" in part for part in parts)
     assert (job.directory / "keys" / "feeder.secret").stat().st_mode & 0o077 == 0
 
-    other = job.cluster.run(
-        "sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--wrap=true"
-    ).strip()
-    job.cluster.wait_for(other, "COMPLETED 0")
-    job.cluster.wait_for(job.number, "PENDING 1")
+    job.give_way()
     assert (job.directory / "run" / "checkpoints" / "step-00000002").is_dir()
     assert "back into the queue" in job.said()
     job.go_on()
-    job.cluster.wait_for(job.number, "COMPLETED 1")
+    job.wait_for("COMPLETED 1")
     assert (job.directory / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
@@ -130,13 +129,13 @@ def test_a_heterogeneous_job_told_that_its_time_is_almost_up_does_the_same(job: 
         ["trainer", "n3"],
     ]
     job.cluster.run("scancel", "--batch", "--signal=TERM", job.number)  # as --signal=B:TERM@120 has it done
-    job.cluster.wait_for(job.number, "PENDING 1")
+    job.wait_for("PENDING 1")
     assert (job.directory / "run" / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_one_node_does_both_and_a_failure_is_the_jobs(job: Job) -> None:
     (job.directory / "fail").touch()
     job.submit("--nodes=1")
-    job.cluster.wait_for(job.number, "FAILED 0")
+    job.wait_for("FAILED 0")
     assert [part.split()[0] for part in job.started()] == ["run"]
     assert "ExitCode=5:0" in job.cluster.run("scontrol", "show", "job", job.number)
