@@ -257,6 +257,22 @@ def test_a_record_that_asks_nothing_is_named(fields: dict[str, Any]) -> None:
         to_conversation(Record("file:7", fields), "auto", 0)
 
 
+@pytest.mark.parametrize(
+    ("way", "idle"),
+    [
+        (["--target", "t"], ["--concurrency", "64"]),
+        (["--target", "t"], ["--api-key-env", "K"]),
+        (["--server", "http://host/v1", "--model", "m"], ["--batch", "128"]),
+        (["--server", "http://host/v1", "--model", "m"], ["--max-prompt-tokens", "9"]),
+        (["--server", "http://host/v1", "--model", "m"], ["--cuda-graphs"]),
+    ],
+)
+def test_an_option_without_effect_is_refused(tmp_path: Path, way: list[str], idle: list[str]) -> None:
+    done = CliRunner().invoke(main, ["regenerate", *way, *idle, "--prompts", "p", "--out", str(tmp_path / "o.jsonl")])
+    assert done.exit_code == 2
+    assert f"{idle[0]}: without effect with {way[0]}" in done.output
+
+
 def test_bad_input_is_said_plainly(target: Path, tmp_path: Path) -> None:
     prompts, out = write_prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "answers.jsonl"
     code, said = run(target, tmp_path / "none.jsonl", out)
