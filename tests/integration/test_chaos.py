@@ -20,7 +20,7 @@ from dflash_mp.bench.chaos_report import STEPS, VICTIMS, ChaosReport, Kill, comp
 
 @pytest.mark.timeout(600)
 def test_a_few_kills_leave_no_trace(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "chaos", "--kills", "3", "--seed", "3", "--no-compile"]
+    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "chaos", "--kills", "2", "--seed", "3", "--no-compile"]
     done = subprocess.run(
         [*command, "--seconds", "40", "--out", str(tmp_path / "chaos")],
         capture_output=True,
