@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from dflash_mp.options import Command, log_options, start_logs
 
@@ -16,6 +17,10 @@ _EXAMPLES = (
     "dflash-mp regenerate --target demo/SmolLM2-135M-Instruct --prompts demo/codeio.jsonl --out answers.jsonl --batch 512",
     "dflash-mp regenerate --server http://127.0.0.1:8000/v1 --model Qwen/Qwen3-8B --prompts prompts.jsonl --out answers.jsonl",
 )
+
+
+_HERE = ("batch", "max_prompt_tokens", "device", "dtype", "attention", "revision", "trust_remote_code", "cuda_graphs")
+_THERE = ("concurrency", "attempts", "request_seconds", "api_key_env")
 
 
 @click.command(cls=Command, examples=_EXAMPLES)
@@ -76,6 +81,7 @@ def regenerate(**options: Any) -> None:
     here = options["target"] is not None
     if here == (options["server"] is not None) or here == (options["model"] is not None):
         raise click.UsageError("give either --target, or --server and --model")
+    _refuse_idle_options(*(("--target", _THERE) if here else ("--server", _HERE)))
     from dflash_mp.config import SourceConfig, TargetConfig
     from dflash_mp.decode.sampling import Sampling
     from dflash_mp.regenerate.choice import AnswerOptions
@@ -116,3 +122,12 @@ def regenerate(**options: Any) -> None:
     outcome = answer(request, log.info)
     if outcome.reasons:
         click.echo(outcome.line())
+
+
+def _refuse_idle_options(way: str, idle: tuple[str, ...]) -> None:
+    """Raise `click.UsageError` if one of the `idle` options was given."""
+    context = click.get_current_context()
+    given = [name for name in idle if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if given:
+        words = ", ".join(parameter.opts[0] for parameter in context.command.params if parameter.name in given)
+        raise click.UsageError(f"{words}: without effect with {way}")
