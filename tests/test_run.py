@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from tiny_run import make_tiny_run
 
 from dflash_mp.cli import main
 from dflash_mp.config import LoadedConfig, load_config
+from dflash_mp.data.writer import replacing
 from dflash_mp.errors import DflashError
 from dflash_mp.preflight import check
 from dflash_mp.run import describe_plan, plan
@@ -125,6 +127,38 @@ def test_a_killed_run_leaves_its_directory_free(tmp_path: Path) -> None:
         holder.kill()
         holder.wait()
     RunLock(tmp_path).__exit__()
+
+
+def test_a_holder_on_another_host_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dflash_mp.run_lock._LEASE_SECONDS", 1.0)
+    started = time.monotonic()
+    with RunLock(tmp_path):
+        (tmp_path / ".lock").write_text("other-host:7\n")
+        with pytest.raises(DflashError, match=r"another run \(process 7 on other-host\)"):
+            RunLock(tmp_path)
+    assert time.monotonic() - started > 1
+    assert caplog.messages == [f"waiting up to 1 s for process 7 on other-host, which has {tmp_path}"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def without_locks(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    with RunLock(tmp_path / "run"):
+        pass
+    with replacing(tmp_path / "data") as directory:
+        (directory / "a").touch()
+    assert (tmp_path / "data" / "a").exists()
+    assert [message.partition(" cannot be locked")[0] for message in caplog.messages] == [
+        str(tmp_path / "run" / ".lock"),
+        str(tmp_path / ".data.preparing"),
+    ]
 
 
 def test_an_unwritable_run_directory_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ a second `prepare` of the same destination fails at once, and what a killed one 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from dflash_mp.data.packing import PackedRow
 from dflash_mp.data.row import Split
 from dflash_mp.data.store import Prompt, file_name
 from dflash_mp.errors import DataError
+from dflash_mp.file_lock import take
 
 
 class SplitWriter:
@@ -174,12 +174,7 @@ def _check_replaceable(destination: Path) -> None:
 
 
 def _take(lock: int, work: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = work.exists() and os.path.samestat(work.stat(), os.fstat(lock))
-    except BlockingIOError:
-        taken = False
-    if not taken:
+    if not (take(lock, work) and work.exists() and os.path.samestat(work.stat(), os.fstat(lock))):
         raise DataError(f"another dflash-mp prepare is writing {work}", "wait for it to end")
 
 

@@ -9,7 +9,6 @@ another temperature's. A second writer of the same file is refused, too.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from dflash_mp.errors import ConfigError, DataError, DflashError
+from dflash_mp.file_lock import take
 
 _SYNC_SECONDS = 5.0
 _FREE = ("versions", "server")  # recorded, but free to change on the way
@@ -108,10 +108,8 @@ class AnswerFile:
         self._file.close()
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DflashError(f"another process is writing {self._out}", "wait for it, or end it") from None
+        if not take(self._file, self._partial):
+            raise DflashError(f"another process is writing {self._out}", "wait for it, or end it")
 
     def _compare(self, force: bool) -> bool:
         """Whether `out` is there, complete, with these settings; writes the settings where there are none, or with `force`."""
