@@ -15,17 +15,17 @@ import os
 import urllib.request
 from pathlib import Path
 
+from dflash_mp.addresses import in_url
 from dflash_mp.config import RunConfig, load_config
 from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import DflashError
+from dflash_mp.listening import sockets_at
 from dflash_mp.process import children_of
 
 SECONDS = 5.0
 NOT_TRAINED = 75  # EX_TEMPFAIL: to be started again
 _ROW_METRIC = "dflash_mp_feeder_current_row_seconds"
 _PROGRAMS = ("dflash-mp", "dflash_mp.cli")
-_LISTEN = "0A"  # state of a TCP socket in /proc/net/tcp
-_ACCEPTS = 0x10000  # flag of a listening Unix socket in /proc/net/unix
 
 
 class Unhealthy(DflashError):
@@ -63,7 +63,7 @@ def trained(config: RunConfig) -> str:
 def _feeder_is_well(config: RunConfig, index: int) -> str:
     endpoints = config.feeder_endpoints()
     endpoint = endpoints[index] if index < len(endpoints) else f"feeder {index} of {len(endpoints)}"
-    if not _listens(endpoint):
+    if not sockets_at(endpoint):  # connecting would be an event in the feeder's log
         raise Unhealthy(f"no feeder listens on {endpoint}", "it may still load the target; see its log")
     if config.metrics.feeder_port is not None:
         for line in _figures(config, config.metrics.feeder_port + index, f"feeder {index}").splitlines():
@@ -92,27 +92,13 @@ def _ranks_are_well(pid: int, config: RunConfig, words: list[str]) -> str:
 
 def _figures(config: RunConfig, port: int, who: str) -> str:
     """The page of figures of a process of this machine."""
-    address = config.metrics.address
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, f"[{address}]" if ":" in address else address)
-    url = f"http://{host}:{port}/metrics"
+    url = f"http://{in_url(config.metrics.address)}:{port}/metrics"
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=SECONDS) as answer:
             text: str = answer.read().decode()
             return text
     except OSError as error:
         raise Unhealthy(f"{who} does not answer at {url}: {error}", "it may still start; see its log") from None
-
-
-def _listens(endpoint: str) -> bool:
-    """Whether some process of this network namespace listens there; connecting would be an event in the feeder's log."""
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc":
-        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-        return any(len(f) == 8 and f[7] == address and int(f[3], 16) & _ACCEPTS for f in lines)
-    port = f":{int(address.rpartition(':')[2]):04X}"
-    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
-    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    return any(fields[1].endswith(port) and fields[3] == _LISTEN for fields in lines)
 
 
 def _config(words: list[str], pid: int) -> RunConfig:

@@ -10,25 +10,13 @@ set -euo pipefail
 
 python="${PYTHON:-python}"
 indices="$("$python" - "$@" <<'END'
-import socket
 import sys
 
 import click
 
+from dflash_mp.addresses import is_of_this_host
 from dflash_mp.errors import DflashError
 from dflash_mp.options import config_options, load
-
-
-def is_here(endpoint: str) -> bool:
-    scheme, _, address = endpoint.partition("://")
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
-    except OSError:
-        return scheme == "ipc"
-    return True
 
 
 @click.command()
@@ -38,7 +26,7 @@ def main(config_file, overrides):
         endpoints = load(config_file, overrides).config.feeder_endpoints()
     except DflashError as error:
         sys.exit(f"feeders.sh: {error}")
-    here = [str(index) for index, endpoint in enumerate(endpoints) if is_here(endpoint)]
+    here = [str(index) for index, endpoint in enumerate(endpoints) if is_of_this_host(endpoint)]
     if not here:
         sys.exit(f"feeders.sh: none of {', '.join(endpoints)} is an address of this host\n  → give feed.endpoints addresses that this host has")
     print(*here)

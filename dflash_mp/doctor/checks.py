@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from dflash_mp.addresses import only_from_here
 from dflash_mp.config import RunConfig
 from dflash_mp.data.store import open_dataset
 from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
 from dflash_mp.doctor.devices import Gpu, ReadGpus, check_gpus, read_gpus
-from dflash_mp.doctor.feeders import Asked, check_feeders, is_loopback, roles_here
+from dflash_mp.doctor.feeders import Asked, check_feeders, roles_here
 from dflash_mp.doctor.files import check_clock, check_directory, check_keys
 from dflash_mp.doctor.finding import Finding, gib, green, of_error, red, yellow
 from dflash_mp.doctor.fit import Plans, check_fit
@@ -172,7 +173,7 @@ def _paths(endpoints: Sequence[str], asked: Sequence[Asked]) -> dict[str, float]
         if one.answer.bytes_per_second is not None:
             paths[f"the path to {one.endpoint}"] = one.answer.bytes_per_second
     for kind in ("ipc", "tcp"):
-        here = [e for e in endpoints if (ipc_path(e) is not None) == (kind == "ipc") and is_loopback(e)]
+        here = [e for e in endpoints if (ipc_path(e) is not None) == (kind == "ipc") and only_from_here(e)]
         if here:
             paths["ipc on this machine" if kind == "ipc" else "tcp on this machine, without keys"] = probe_stream(kind)
     return paths

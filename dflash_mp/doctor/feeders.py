@@ -7,12 +7,12 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from dflash_mp.addresses import is_of_this_host
+from dflash_mp.addresses import is_of_this_host, only_from_here
 from dflash_mp.config import RunConfig
 from dflash_mp.doctor.files import check_other_clock
 from dflash_mp.doctor.finding import Finding, green, of_error, red, yellow
-from dflash_mp.doctor.ports import who_listens, who_listens_at
 from dflash_mp.errors import StreamError
+from dflash_mp.listening import who_listens
 from dflash_mp.stream.endpoints import check_endpoint, ipc_path
 from dflash_mp.stream.handshake import expectations, unmet
 from dflash_mp.stream.inquiry import Answer, ask
@@ -124,13 +124,8 @@ def roles_here(endpoints: list[str]) -> tuple[bool, bool]:
     """
     if not any(is_of_this_host(endpoint) for endpoint in endpoints):
         return False, True
-    others_reach = any(not is_loopback(endpoint) for endpoint in endpoints)
+    others_reach = any(not only_from_here(endpoint) for endpoint in endpoints)
     return True, not others_reach
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Whether only this host reaches it."""
-    return ipc_path(endpoint) is not None or any(name in endpoint for name in ("//127.", "//localhost", "//[::1]"))
 
 
 def _together(asked: list[Asked]) -> list[Asked]:
@@ -175,6 +170,4 @@ def _connects(path: str) -> bool:
 
 
 def _owner(endpoint: str) -> str:
-    path = ipc_path(endpoint)
-    who = who_listens_at(path) if path is not None else who_listens(int(endpoint.rpartition(":")[2]))
-    return who or "a process of another user"
+    return who_listens(endpoint) or "a process of another user"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from dflash_mp.addresses import in_url, is_loopback
 from dflash_mp.config import RunConfig
 from dflash_mp.errors import ConfigError
 
@@ -64,13 +65,12 @@ def endpoints_of(config: RunConfig) -> list[str]:
     Feeders are looked for on this host, and at the address of their tcp endpoint where `metrics.address` lets other hosts read.
     """
     metrics = config.metrics
-    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(metrics.address, metrics.address)
-    here = f"[{here}]" if ":" in here and not here.startswith("[") else here
+    here = in_url(metrics.address)
     found = []
     if metrics.feeder_port is not None:
         for index, endpoint in enumerate(config.feeder_endpoints()):
             tcp = re.fullmatch(r"tcp://(.+):\d+", endpoint)
-            elsewhere = tcp is not None and not _is_loopback(metrics.address)
+            elsewhere = tcp is not None and not is_loopback(metrics.address)
             found.append(f"{tcp[1] if tcp is not None and elsewhere else here}:{metrics.feeder_port + index}")
     if metrics.rank_port is not None:
         found += [f"{here}:{metrics.rank_port + r}" for r in range(config.train.drafters)]
@@ -80,10 +80,6 @@ def endpoints_of(config: RunConfig) -> list[str]:
             "set a port and start the run again, or name endpoints with --endpoint",
         )
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

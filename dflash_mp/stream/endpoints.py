@@ -9,7 +9,6 @@ address from a live feeder and says which address is taken; a socket file that a
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import stat
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from dflash_mp.addresses import is_loopback
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.messages import CHUNK_BYTES, HEADER_BYTES
 
@@ -35,7 +35,7 @@ def check_endpoint(endpoint: str, insecure_no_auth: bool, keyed: bool = False) -
         )
     if scheme == "ipc":
         _check_ipc(endpoint, address)
-    elif not _is_loopback(endpoint, address) and not (insecure_no_auth or keyed):
+    elif not _leads_here(endpoint, address) and not (insecure_no_auth or keyed):
         raise StreamError(
             f"{endpoint} can be reached from other hosts, and nothing authenticates who connects",
             "make keys (dflash-mp keygen DIR) and set stream.keys, or use ipc:// or tcp://127.0.0.1; "
@@ -130,21 +130,11 @@ def _check_ipc(endpoint: str, path: str) -> None:
         )
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Whether a tcp endpoint can be reached from this machine only."""
-    return _is_loopback(endpoint, endpoint.removeprefix("tcp://"))
-
-
-def _is_loopback(endpoint: str, address: str) -> bool:
+def _leads_here(endpoint: str, address: str) -> bool:
     host, colon, port = address.rpartition(":")
     if not colon or not (port == "*" or (port.isdecimal() and int(port) < 1 << 16)):
         raise StreamError(f"{endpoint} names no port", "use tcp://host:port in feed.endpoints")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(host)
 
 
 def _is_name(host: str) -> bool:

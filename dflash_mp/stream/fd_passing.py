@@ -13,8 +13,9 @@ import socket
 import struct
 from pathlib import Path
 
+from dflash_mp.addresses import only_from_here
 from dflash_mp.errors import StreamError
-from dflash_mp.stream.endpoints import LONGEST_IPC_PATH, ipc_path, is_loopback
+from dflash_mp.stream.endpoints import LONGEST_IPC_PATH, ipc_path
 
 MESSAGE_BYTES = 4096
 _SUFFIX = ".lane"
@@ -29,7 +30,7 @@ def lane_address(endpoint: str) -> str:
     """Where the lane's socket of the feeder at `endpoint` is. Raises `LaneError` if there can be none."""
     path = ipc_path(endpoint)
     if path is None:
-        if not is_loopback(endpoint):
+        if not only_from_here(endpoint):
             raise LaneError("another host")
         return f"\0dflash-mp/lane/{endpoint.rpartition(':')[2]}"
     beside = f"{path}{_SUFFIX}"
