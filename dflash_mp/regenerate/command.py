@@ -154,7 +154,7 @@ def _why(refused: Answered) -> str:
 
 
 def _target(request: Request, say: Callable[[str], None]) -> tuple[_Answerer, dict[str, Any]]:
-    from dflash_mp.regenerate.local import LocalOptions, answer_here
+    from dflash_mp.regenerate.local import LocalOptions, answer_here, stop_tokens
     from dflash_mp.regenerate.slots import SlotOptions
     from dflash_mp.target.load import load_target
 
@@ -169,7 +169,9 @@ def _target(request: Request, say: Callable[[str], None]) -> tuple[_Answerer, di
             "lower --max-new-tokens",
         )
     longest = room if request.max_prompt_tokens is None else min(room, request.max_prompt_tokens)
-    slots = SlotOptions(request.batch, how.max_new_tokens, info.eos_token_ids, how.sampling, request.cuda_graphs)
+    slots = SlotOptions(
+        request.batch, how.max_new_tokens, stop_tokens(target, how.thinking), how.sampling, request.cuda_graphs
+    )
     options = LocalOptions(slots, how, longest)
     facts = {
         "target": info.name,

@@ -1,7 +1,8 @@
 """Answers by a target in this process: conversations in, answered ones out, in the order in which they end.
 
 Conversations are taken in windows, tokenised together and started longest first; a conversation with several questions comes back for the next one
-as soon as it has its answer. Answers are the target's text without the token that ended it, special tokens left out. What is the same
+as soon as it has its answer. Answers are the target's text without the token that ended it: one of the model's, or of the chat template's. An
+answer with special tokens inside is refused, since its text would be another one. What is the same
 whatever is answered beside a conversation: its random numbers; its logits up to rounding (in float32 that rarely, in bfloat16 now and then
 changes a token, and the rest of that answer with it).
 """
@@ -74,6 +75,11 @@ def answer_here(
         ended = [(running.pop(text.slot), text) for text in slots.take()]
         follow_up: list[tuple[Conversation, int, list[Message], int]] = []
         for (question, text), answer in zip(ended, reader.answers([text for _, text in ended]), strict=True):
+            lost = reader.lost(text)
+            if lost:
+                why = f"its answer holds {', '.join(lost)}, which plain text can't keep: serve the target and give --server"
+                done.append(Answered(question.conversation, question.messages, "refused", question.written, why))
+                continue
             messages = [*question.messages, {"role": "assistant", "content": answer}]
             written, parts = question.written + len(text.tokens), question.conversation.parts
             if text.stopped and question.turn + 1 < len(parts):
@@ -108,6 +114,17 @@ def _room(questions: list[_Question], options: LocalOptions, done: list[Answered
     return fitting
 
 
+def stop_tokens(target: Target, thinking: Thinking) -> tuple[int, ...]:
+    """What ends an answer: the model's own stop tokens, and those with which the chat template ends an assistant's turn."""
+    if not target.tokenizer.chat_template:
+        return target.info.eos_token_ids
+    try:
+        ends = ChatTemplate(target.tokenizer, thinking).ends
+    except TemplateProblem:  # it ends turns without a token of their own
+        return target.info.eos_token_ids
+    return tuple(sorted({*target.info.eos_token_ids, *target.tokenizer.convert_tokens_to_ids(list(ends))}))
+
+
 class _Reader:
     """Between messages and tokens, with the target's tokenizer and chat template."""
 
@@ -118,6 +135,7 @@ class _Reader:
                 "use the target's instruction-tuned version",
             )
         self._tokenizer = tokenizer
+        self._special = {n: token.content for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template = ChatTemplate(tokenizer, thinking)
         # A template may open the thinking itself; then the answer's text lacks the mark that later renderings look for.
         self._opening = self._template.opened_thought
@@ -153,6 +171,11 @@ class _Reader:
             + (self._decode(text.tokens[:-1]) if text.stopped else without_torn_character(self._decode(text.tokens)))
             for text in texts
         ]
+
+    def lost(self, text: Text) -> list[str]:
+        """The special tokens inside an answer, before the one that ended it."""
+        inner = text.tokens[:-1] if text.stopped else text.tokens
+        return [self._special[token] for token in dict.fromkeys(inner) if token in self._special]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from dflash_mp.bench.tiny import CHATML, write_tiny_target
 from dflash_mp.cli import main
 from dflash_mp.config import DataConfig, SourceConfig, TargetConfig
 from dflash_mp.data.prepare import prepare
+from dflash_mp.regenerate.local import stop_tokens
+from dflash_mp.target.load import load_target
 from dflash_mp.target.tokenizer import load_tokenizer
 
 _NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}" + CHATML
@@ -63,6 +66,30 @@ def test_a_conversation_that_the_template_refuses_strands_no_other(target: Path,
     config = DataConfig.model_validate({**fields, "row_tokens": 256, "min_supervised_tokens": 2})
     manifest = prepare(config, load_tokenizer(TargetConfig(path=str(target))), seed=0)
     assert manifest.dropped() == {"answer refused when generated": 2}
+
+
+def test_an_answer_with_a_special_token_inside_is_refused(target: Path, tmp_path: Path) -> None:
+    code, said = run(target, [{"prompt": f"question {n}"} for n in range(60)], tmp_path, "--temperature", "5")
+    assert code == 0, said
+    refused = [record for record in written(tmp_path) if record["finish_reason"] == "refused"]
+    assert 0 < len(refused) < 60
+    for record in refused:
+        assert [message["role"] for message in record["messages"]] == ["user"]
+        assert re.search(r"its answer holds <\|(endoftext|im_start|mask)\|>.*--server", record["refusal"])
+    assert any("<|im_start|>" in record["refusal"] for record in refused)
+
+
+def test_the_chat_templates_end_of_turn_ends_an_answer(target: Path) -> None:
+    file = target / "generation_config.json"
+    before = file.read_text()
+    try:
+        file.write_text(json.dumps({**json.loads(before), "eos_token_id": 256}))
+        loaded = load_target(TargetConfig(path=str(target), device="cpu", taps=1))
+    finally:
+        file.write_text(before)
+    end = loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end not in loaded.info.eos_token_ids
+    assert {end, 256} <= set(stop_tokens(loaded, "default"))
 
 
 def test_nothing_but_refusals_is_an_error_and_leaves_nothing(target: Path, tmp_path: Path) -> None:
