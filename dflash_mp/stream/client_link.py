@@ -151,8 +151,12 @@ class Link:
         self._enter("closed")
 
     def tick(self, now: float) -> None:
-        """What time demands: pings, and a new start after a refusal."""
-        self.flush()
+        """What time demands: an end to the wait for a ring, and a new start after a refusal."""
+        if self.state == "connecting":  # what is unsent is HELLO, which `approach` sends
+            if self.lane is not None:
+                self.lane.expire(now)
+        else:
+            self.flush()
         if self.state == "refused" and now - self.since > _RETRY_SECONDS:
             self._open()
 

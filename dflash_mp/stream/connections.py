@@ -21,6 +21,8 @@ import termios
 import time
 from dataclasses import dataclass
 
+from dflash_mp.stream.handshake import HELLO_PATIENCE
+
 LOOK_SECONDS = {True: 0.02, False: 0.05}  # by TCP, or not
 _LOOKS = 5  # with bytes waiting and no message since
 _UNFINISHED_BYTES = 1 << 20
@@ -76,7 +78,7 @@ class Connections:
         before = self.cut
         for descriptor, connection in list(self._open.items()):
             # The first message may take longer: before its HELLO a drafter asks for a ring.
-            patience = self._silent_seconds * (1 if connection.spoke else 2)
+            patience = self._silent_seconds * (1 if connection.spoke else HELLO_PATIENCE)
             if now - connection.since > patience or _sends_without_end(descriptor, connection):
                 self._cut_off(descriptor)
         if len(self._open) > self._most:

@@ -12,6 +12,8 @@ from dflash_mp.stream.plan import StreamPlan
 
 INBAND = "inband"  # payload in frames on the same socket
 SHARED_MEMORY = "shared_memory"  # payload in a ring of memory that both sides have mapped
+HELLO_PATIENCE = 2.0  # times silent_seconds, after which a feeder cuts off a connection without HELLO
+RING_PATIENCE = 0.75 * HELLO_PATIENCE  # after which a drafter says HELLO without having got a ring
 
 
 def expectations(config: RunConfig) -> Expectations:

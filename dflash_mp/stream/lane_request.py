@@ -1,6 +1,6 @@
 """A drafter's question for a feeder's shared memory: asked by a thread of its own before each conversation, answered or given up in seconds.
 
-A feeder takes the memory before it answers, which is no wait for the stream's thread. Whatever goes wrong is a reason to use the
+It is given up early enough for HELLO to come before the feeder cuts the connection off. A feeder takes the memory before it answers, which is no wait for the stream's thread. Whatever goes wrong is a reason to use the
 in-band lane, never an error.
 """
 
@@ -17,6 +17,7 @@ import torch
 from dflash_mp.stream import ring_messages as rm
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.fd_passing import LaneError, connect, lane_address, receive, send
+from dflash_mp.stream.handshake import RING_PATIENCE
 from dflash_mp.stream.shared_memory import MappedRing
 
 _LONGEST_SECONDS = 15.0  # without a sign of progress
@@ -45,6 +46,9 @@ class LaneRequest:
         self.why = ""
         self.checksums = wishes is not None and wishes.request.checksums
         self.done = False
+        self._settling = threading.Lock()
+        self._seconds = min(RING_PATIENCE * seconds, 10 * _LONGEST_SECONDS)
+        self._since = time.monotonic()
         if wishes is None:
             self._deny(LaneError("switched off"))
             return
@@ -53,13 +57,20 @@ class LaneRequest:
         except LaneError as error:
             self._deny(error)
             return
-        ask = (address, wishes, min(seconds, _LONGEST_SECONDS), wake)
+        ask = (address, wishes, min(seconds, _LONGEST_SECONDS), self._seconds, wake)
         threading.Thread(target=self._main, args=ask, name="lane", daemon=True).start()
 
-    def _main(self, address: str, wishes: LaneWishes, seconds: float, wake: Callable[[], None]) -> None:
+    def expire(self, now: float) -> None:
+        """Give up if it has taken too long, whatever it is at: it may be pinning memory."""
+        if not self.done and now - self._since > self._seconds:
+            self._deny(_too_late(self._seconds))
+
+    def _main(self, address: str, wishes: LaneWishes, silence: float, seconds: float, wake: Callable[[], None]) -> None:
         try:
-            self.ring = _ask(address, wishes, seconds)
-            self.done = True
+            ring = _ask(address, wishes, silence, seconds)
+            with self._settling:
+                if not self.done:
+                    self.ring, self.done = ring, True
         except (LaneError, ProtocolError) as error:
             self._deny(error)
         except Exception as error:
@@ -67,13 +78,19 @@ class LaneRequest:
         wake()
 
     def _deny(self, error: LaneError | ProtocolError) -> None:
-        self.why = f"{error.what}; {error.remedy}" if error.remedy else error.what
-        self.done = True
+        with self._settling:
+            if not self.done:
+                self.why = f"{error.what}; {error.remedy}" if error.remedy else error.what
+                self.done = True
 
 
-def _ask(address: str, wishes: LaneWishes, seconds: float) -> MappedRing:
-    deadline = time.monotonic() + 10 * seconds
-    with connect(address, seconds) as connection:
+def _too_late(seconds: float) -> LaneError:
+    return LaneError(f"its memory was not there after {seconds:.0f} s")
+
+
+def _ask(address: str, wishes: LaneWishes, silence: float, seconds: float) -> MappedRing:
+    deadline = time.monotonic() + seconds
+    with connect(address, silence) as connection:
         send(connection, rm.encode(wishes.request))
         while time.monotonic() < deadline:
             data, fd = receive(connection)
@@ -88,4 +105,4 @@ def _ask(address: str, wishes: LaneWishes, seconds: float) -> MappedRing:
             finally:
                 if fd is not None:
                     os.close(fd)
-    raise LaneError(f"its memory was not there after {10 * seconds:.0f} s")
+    raise _too_late(seconds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,9 @@ from test_stream import ipc
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan, synthetic_row
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
+from dflash_mp.stream import ring_messages as rm
 from dflash_mp.stream.client import RowClient
+from dflash_mp.stream.fd_passing import lane_address, listen
 from dflash_mp.stream.keys import DrafterKeys, keygen
 from dflash_mp.stream.lane_offers import LaneOffers
 from dflash_mp.stream.lane_request import LaneRequest, lane_wishes
@@ -258,6 +262,37 @@ def test_a_killed_drafters_memory_is_free_in_seconds(tmp_path: Path) -> None:
 )
 def test_what_holds_for_the_other_lane_holds_here(scenario: Callable[[Path], None], tmp_path: Path) -> None:
     scenario(tmp_path)
+
+
+def test_a_ring_that_takes_too_long_to_make_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the feeder cuts off a connection that says nothing; else they would try for ever."""
+    caplog.set_level(logging.INFO)
+
+    def progress_without_end() -> None:
+        while not over.is_set():
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                made.append(listener.accept()[0])
+            for connection in made:
+                with contextlib.suppress(OSError):
+                    connection.send(rm.encode(rm.RingProgress(1)), socket.MSG_NOSIGNAL)
+            over.wait(0.05)
+
+    over, made = threading.Event(), list[socket.socket]()
+    with feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(silent_seconds=2.0))) as (feeder,):
+        listener = listen(lane_address(feeder.endpoint))
+        slow = threading.Thread(target=progress_without_end)
+        slow.start()
+        try:
+            with client_of([feeder.endpoint], silent_seconds=2.0) as client:
+                client.connect()
+                client.schedule(iter(keys(0, 9)))
+                assert len(list(take_all(client, keys(0, 9)))) == 9
+        finally:
+            over.set()
+            slow.join()
+            for each in [listener, *made]:
+                each.close()
+    assert "lane inband (its memory was not there after 3 s)" in lines(caplog)[0]
 
 
 # -- hostile peers --------------------------------------------------------------------------------------------------------------------
