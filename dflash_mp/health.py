@@ -2,7 +2,7 @@
 
 It reads the command lines of a process (that of the container, process 1, unless told otherwise) and of those it started, and asks what they promise. A feeder must
 listen on its address and, where it has a metrics endpoint, answer there and not sit on one row for longer than a drafter waits. Of drafters every
-rank of this machine must be there and answer. Another command must just run. Whatever fails is an `Unhealthy`, exit code 1. A look takes under a second,
+rank of this machine must be there and answer. Another command must just run. The first part that fails is an `Unhealthy`, exit code 1. A look takes under a second,
 imports no torch, and waits `SECONDS` at most for an answer.
 
 `trained` says whether a run has its last step in a checkpoint: an orderly stop ends with 0, too, and who restarts runs must tell the two apart.
@@ -33,18 +33,12 @@ class Unhealthy(DflashError):
 
 
 def look(pid: int) -> str:
-    """What is well about the part that process `pid` runs, seen from its directory: this process moves there.
+    """What is well about all parts that process `pid` runs, seen from the last one's directory: this process moves there.
 
     Raises `Unhealthy`, or `ConfigError` for a configuration that can't be read.
     """
     first = _command_line(pid)
-    for process in (pid, *_descendants(pid)):
-        words = first if process == pid else _words(process)
-        if "dflash_mp.drafter" in words:
-            return _ranks_are_well(process, _config(words, process), words)
-        if any(a.endswith(_PROGRAMS) and b == "feed" for a, b in itertools.pairwise(words)):
-            return _feeder_is_well(_config(words, process), int((_values(words, "--index") or ["0"])[-1]))
-    return f"process {pid} runs: {' '.join(first)[:200]}"
+    return "; ".join(_parts_are_well(pid, first)) or f"process {pid} runs: {' '.join(first)[:200]}"
 
 
 def trained(config: RunConfig) -> str:
@@ -58,6 +52,15 @@ def trained(config: RunConfig) -> str:
         error.exit_code = NOT_TRAINED
         raise error
     return f"{config.run_dir} is trained to step {step} of {config.train.steps}"
+
+
+def _parts_are_well(pid: int, words: list[str]) -> list[str]:
+    """What is well about each part that process `pid` is, or has started. What a part has started belongs to it."""
+    if "dflash_mp.drafter" in words:
+        return [_ranks_are_well(pid, _config(words, pid), words)]
+    if any(a.endswith(_PROGRAMS) and b == "feed" for a, b in itertools.pairwise(words)):
+        return [_feeder_is_well(_config(words, pid), int((_values(words, "--index") or ["0"])[-1]))]
+    return [well for child in children_of(pid) for well in _parts_are_well(child, _words(child))]
 
 
 def _feeder_is_well(config: RunConfig, index: int) -> str:
