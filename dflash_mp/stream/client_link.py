@@ -286,10 +286,9 @@ class Link:
     def describe(self, now: float) -> str:
         """This feeder in one clause."""
         silent, for_so_long = now - self.heard, now - self.since
-        if self.state == "refused" and self.refusal is not None and self.refusal.code == "key":
-            return f"{self.endpoint}: {self.refusal.reason}"
-        if self.state == "refused" and self.refusal is not None:
-            return f"{self.endpoint} refused: {self.refusal.reason}"
+        refusal, pong, usual = self.refusal, self.pong, self.row_time.seconds  # once: the stream's thread changes them
+        if self.state == "refused" and refusal is not None:
+            return f"{self.endpoint}{'' if refusal.code == 'key' else ' refused'}: {refusal.reason}"
         if self.state == "closed":
             return f"{self.endpoint} was left: {self.last_loss}"
         if self.state == "greeting":
@@ -302,21 +301,22 @@ class Link:
             return f"{self.endpoint}: {past}"
         if silent > 3.0:
             return f"{self.endpoint} is connected but silent for {silent:.0f} s: stopped, or cut off"
-        if self.pong is None or self.pong.busy is None:
+        if pong is None or pong.busy is None:
             return f"{self.endpoint} is connected and idle"
-        stuck, usual = self.stuck_for(now), self.row_time.seconds or 0.0
+        stuck = usual is not None and self.stuck_for(now) > 0
         return (
-            f"{self.endpoint} is connected and busy with {self.pong.busy} for {self.pong.busy_seconds + silent:.0f} s, "
-            f"{self.pong.queued} more queued"
+            f"{self.endpoint} is connected and busy with {pong.busy} for {pong.busy_seconds + silent:.0f} s, "
+            f"{pong.queued} more queued"
             + (f"; it answers, but is stuck: it made rows in {usual:.1f} s before" if stuck else "")
         )
 
     def stuck_for(self, now: float) -> float:
         """Seconds for which the feeder, though it answers, has been at a row that should have taken a tenth of that; 0 if it isn't stuck."""
-        if self.pong is None or self.pong.busy is None or self.row_time.seconds is None:
+        pong, usual = self.pong, self.row_time.seconds
+        if pong is None or pong.busy is None or usual is None:
             return 0.0
-        seconds = self.pong.busy_seconds + now - self.heard
-        return seconds if seconds > max(_STUCK_SECONDS, 10 * self.row_time.seconds) else 0.0
+        seconds = pong.busy_seconds + now - self.heard
+        return seconds if seconds > max(_STUCK_SECONDS, 10 * usual) else 0.0
 
     # -- sockets ------------------------------------------------------------------------------------------------------------------
 

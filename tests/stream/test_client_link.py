@@ -1,0 +1,39 @@
+"""What a drafter says of a feeder, while the stream's thread loses it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import zmq
+from stream_client import keys
+from test_stream import ipc
+
+from dflash_mp.stream.client_link import Link
+from dflash_mp.stream.messages import Pong
+
+
+def test_a_feeder_that_is_lost_while_it_is_described_does_no_harm(tmp_path: Path) -> None:
+    answers: list[Pong | None] = []
+
+    class Losing(Link):
+        @property  # each answer is taken back once it has been read
+        def pong(self) -> Pong | None:  # type: ignore[override]
+            return answers.pop() if answers else None
+
+        @pong.setter
+        def pong(self, pong: Pong | None) -> None:
+            pass
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        link = Losing(ipc(tmp_path), context, zmq.Poller())
+        link.state, link.row_time.seconds = "live", 0.5
+        busy = Pong(1, 0, 2, keys(0, 1)[0], 30.0)
+        answers.append(busy)
+        assert link.stuck_for(time.monotonic()) >= 30
+        answers.append(busy)
+        assert "is connected and busy with train row 0 for 30 s, 2 more queued" in link.describe(time.monotonic())
+        link.close()
+    finally:
+        context.destroy(linger=0)
