@@ -21,6 +21,7 @@ from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.documents import Document, to_document
 from dflash_mp.data.encoding import DocumentEncoder, EncodedDocument, tokenizer_fingerprint
 from dflash_mp.data.manifest import FILE, FORMAT, Manifest, SourceCounts
+from dflash_mp.data.origin import check_origin
 from dflash_mp.data.packing import RowPacker
 from dflash_mp.data.row import SPLITS, Split
 from dflash_mp.data.sources import HUB_PREFIX, describe_file, read_source, source_files
@@ -56,6 +57,9 @@ def prepare(
             "list files there, for example data.sources: [{path: chats.jsonl}]",
         )
     settings = _settings(data, tokenizer, seed)
+    for source in data.sources:
+        for file in source_files(source):
+            check_origin(file, settings)
     if (data.path / FILE).exists() and not force:
         existing = PreparedDataset.open(data.path).manifest
         _check_same(data.path, existing.settings, settings)

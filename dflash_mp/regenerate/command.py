@@ -16,11 +16,12 @@ from dflash_mp import __version__
 from dflash_mp.config import SourceConfig, TargetConfig
 from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.encoding import tokenizer_fingerprint
+from dflash_mp.data.origin import settings_file
 from dflash_mp.data.sources import HUB_PREFIX, describe_file, source_files
 from dflash_mp.errors import ConfigError, DataError, DflashError, TargetError
 from dflash_mp.regenerate.choice import AnswerOptions
 from dflash_mp.regenerate.conversations import Answered, Conversation, read_conversations
-from dflash_mp.regenerate.output import AnswerFile, settings_file
+from dflash_mp.regenerate.output import AnswerFile
 from dflash_mp.regenerate.server import ServerOptions, address, answer_there
 
 FORMAT = 1

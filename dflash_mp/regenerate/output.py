@@ -18,16 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from dflash_mp.data.origin import settings_file
 from dflash_mp.errors import ConfigError, DataError, DflashError
 from dflash_mp.file_lock import take
 
 _SYNC_SECONDS = 5.0
 _FREE = ("versions", "server")  # recorded, but free to change on the way
-
-
-def settings_file(out: Path) -> Path:
-    """Where the settings of `out` lie."""
-    return out.with_name(out.name + ".settings.json")
 
 
 class AnswerFile:

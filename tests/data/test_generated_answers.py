@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chat_families import CHATML, QWEN3, byte_tokenizer
 from prepared_data import data_config, write_jsonl
 
+from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.documents import Record, to_document
-from dflash_mp.data.encoding import DocumentEncoder
+from dflash_mp.data.encoding import DocumentEncoder, tokenizer_fingerprint
 from dflash_mp.data.prepare import prepare
+from dflash_mp.errors import DataError
 
 
 def test_an_answer_that_was_cut_inside_its_thought_is_left_out(tmp_path: Path) -> None:
@@ -36,3 +40,27 @@ def test_an_answer_that_was_cut_inside_its_thought_is_left_out(tmp_path: Path) -
     assert replace(document, unfinished=True).cut_inside_thought(True)
     assert not document.cut_inside_thought(True)
     assert not replace(document, unfinished=True).cut_inside_thought(False)
+
+
+def test_answers_of_another_target_template_or_mode_are_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "question", "response": "one two three four five"}])
+    beside = tmp_path / "answers.jsonl.settings.json"
+    tokenizer = byte_tokenizer(CHATML)
+    own = {
+        "thinking": "default",
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": chat_template_fingerprint(tokenizer),
+    }
+    config = data_config(tmp_path / "kept", source, held_out=0.0)
+    for key, value in own.items():
+        beside.write_text(json.dumps({**own, key: "other"}))
+        wanted = rf"answers.jsonl was generated with {key} other, and is prepared with {key} {value}"
+        with pytest.raises(DataError, match=wanted):
+            prepare(config, tokenizer, seed=1)
+    beside.write_text("{")
+    with pytest.raises(DataError, match="settings of"):
+        prepare(config, tokenizer, seed=1)
+    beside.write_text(json.dumps({**own, "temperature": 1}))
+    assert prepare(config, tokenizer, seed=1).train.documents == 1
+    beside.write_text(json.dumps({"server": "http://host/v1", "thinking": "default"}))
+    prepare(config, tokenizer, seed=1, force=True)
