@@ -221,6 +221,7 @@ class Slots:
         if room > self._cache.capacity:
             if self._graphs:
                 self._graphs = {}  # they read the smaller cache
+                self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
             self._guarded(lambda: self._cache.grow(room))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:

@@ -141,3 +141,17 @@ def test_longer_prompts_later_find_room(tmp_path: Path, load: Callable[[str], Ta
     alone.fill([0], [[1, 2, 3]], [uniforms(0, 0, 0, 150)])
     alone.advance(150)
     assert alone.take()[0].tokens == first[0].tokens
+
+
+def test_recorded_passes_that_are_dropped_leave_their_memory_pool(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Target]
+) -> None:
+    engine = Slots(load("llama"), SlotOptions(2, 8, (), GREEDY), print)
+    handles = iter([(0, 2)])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    engine._graphs, engine._pool = {128: object()}, (0, 1)
+    engine.fill([0], [[1, 2, 3]], [uniforms(0, 0, 0, 8)])
+    assert (engine._graphs, engine._pool) == ({}, (0, 2))
+    engine._graphs = {128: object()}
+    engine.fill([1], [[1, 2, 3]], [uniforms(0, 0, 0, 8)])
+    assert (len(engine._graphs), engine._pool) == (1, (0, 2))
