@@ -150,7 +150,7 @@ def test_recorded_passes_that_are_dropped_leave_their_memory_pool(
     handles = iter([(0, 2)])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     engine._graphs, engine._pool = {128: object()}, (0, 1)
-    engine.fill([0], [[1, 2, 3]], [uniforms(0, 0, 0, 8)])
+    engine.fill([0], [list(range(200))], [uniforms(0, 0, 0, 8)])
     assert (engine._graphs, engine._pool) == ({}, (0, 2))
     engine._graphs = {128: object()}
     engine.fill([1], [[1, 2, 3]], [uniforms(0, 0, 0, 8)])
