@@ -68,8 +68,8 @@ class Job:
         self.cluster.wait_for(self.number, state, self.said)
 
     def go_on(self) -> None:
-        """Don't wait the two minutes that Slurm leaves between a requeue and the next start."""
-        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        """Don't wait the two minutes that Slurm leaves between a requeue and the next start; within a second of it a job is not startable."""
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
 
     def said(self) -> str:
         return "".join(file.read_text() for file in self.directory.glob("*.log"))
