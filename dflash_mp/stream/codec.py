@@ -23,6 +23,7 @@ from dflash_mp.errors import StreamError
 Read = Callable[[object, str], Any]
 LATER = {"later": True}  # metadata of a dataclass field
 _LONGEST_REPR = 80
+_LINE_CHARACTERS = 1024
 
 
 class ProtocolError(StreamError):
@@ -44,6 +45,14 @@ def between(low: float, high: float) -> Rule:
 def at_most(length: int) -> Rule:
     """No longer than `length` characters or items."""
     return Rule(f"no longer than {length}", lambda value: len(value) <= length)
+
+
+def printable(text: str) -> str:
+    """`text` from the wire on one line of a log: shortened, and without what a terminal would obey."""
+    text = text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "replace").decode("ascii") for each in text
+    )
 
 
 def shown(value: object) -> str:

@@ -20,6 +20,7 @@ import xxhash
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError, StreamError
+from dflash_mp.stream.codec import printable
 from dflash_mp.stream.counters import FeederCounters, feeder_counters
 from dflash_mp.stream.feeder_io import FeederIo
 from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, DrafterStatus, Job, Peers, Snapshot
@@ -57,7 +58,7 @@ class FeederStatus:
 
     def line(self) -> str:
         """The status on one line."""
-        connected = ", ".join(f"{d.name} ({d.lane}, {d.outstanding} asked)" for d in self.drafters) or "none"
+        connected = ", ".join(f"{printable(d.name)} ({d.lane}, {d.outstanding} asked)" for d in self.drafters) or "none"
         waits = "nothing"
         if max(self.idle, self.blocked) >= 0.05:
             waits = "drafters to ask" if self.idle >= self.blocked else "drafters to take"
@@ -176,6 +177,7 @@ class FeederService:
         try:
             compute(job.key, slot.buffer)
         except DflashError as error:
+            log.error("%s can't be made: %s", job.key, error)
             self._peers.fail(job, reason(str(error)), retryable=False)
         except Exception as error:
             log.exception("%s could not be made", job.key)
@@ -186,7 +188,7 @@ class FeederService:
         self._io.wake()
 
     def _log_notes(self) -> None:
-        while self._io.notes:
+        for _ in range(len(self._io.notes)):  # not those that come meanwhile: there may always be more
             log.info("%s", self._io.notes.popleft())
 
 

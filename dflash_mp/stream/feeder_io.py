@@ -17,7 +17,7 @@ from collections import deque
 import zmq
 
 from dflash_mp.stream import messages as m
-from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.codec import ProtocolError, printable
 from dflash_mp.stream.connections import LOOK_SECONDS, Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
@@ -34,6 +34,7 @@ from dflash_mp.stream.weights import WeightsServer
 _READS_PER_ROUND = 128  # frames
 _BLOCKED_POLL_MS = 2  # a ROUTER can't be polled for room in one peer's pipe
 _BYE_SECONDS = 2.0
+_OFTEN = 128  # a minute
 _PROBE_SECONDS = 2.0  # drafters ping once a second
 
 
@@ -64,6 +65,7 @@ class FeederIo:
         self._token = secrets.token_hex(8)
         self._wakeup = Wakeup()
         self._leaving: m.Bye | None = None
+        self._often, self._often_since = 0, 0.0
         self._probed = 0.0
         self._context = zmq.Context(io_threads=1)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -166,7 +168,7 @@ class FeederIo:
             self._peers.excuse_silence()
         for peer in self._peers.remove_silent(now - self._silent_seconds):
             self.silent += 1
-            self.notes.append(f"{_name(peer)} was silent for {self._silent_seconds:g} s: dropped")
+            self._note_often(f"{_name(peer)} was silent for {self._silent_seconds:g} s: dropped")
         return now
 
     def _probe(self, now: float) -> None:
@@ -246,7 +248,7 @@ class FeederIo:
         for old in replaced:
             if old.identity != identity and old.hello.incarnation != hello.incarnation:
                 self._send(old.identity, m.Refused("replaced", f"another process has connected as {hello.peer}"))
-        self.notes.append(f"{hello.peer} of {hello.world} connected, lane {_described(lane, ring)}")
+        self._note_often(f"{hello.peer} of {hello.world} connected, lane {_described(lane, ring)}")
         later = (own_software(), time.time()) if hello.software else ()
         welcome = m.Welcome(
             m.VERSION, self._token, self._plan, lane if ring else INBAND, self._row_bytes, OUTSTANDING, *later
@@ -264,7 +266,7 @@ class FeederIo:
         self._peers.remove(peer)
         if self._leaving is None:
             self._send(peer.identity, m.Bye("done", "goodbye"))
-            self.notes.append(f"{_name(peer)} left ({bye.code}): {bye.reason}")
+            self._note_often(f"{_name(peer)} left ({bye.code}): {bye.reason}")
 
     def _reject(self, identity: bytes, error: ProtocolError) -> None:
         self.malformed += 1
@@ -278,7 +280,20 @@ class FeederIo:
     def _note_some(self, count: int, text: str) -> None:
         """Note the 1st, 2nd, 4th, 8th … of what a hostile peer can repeat without end."""
         if count & (count - 1) == 0:
-            self.notes.append(text if count == 1 else f"{text} (number {count})")
+            self._note(text if count == 1 else f"{text} (number {count})")
+
+    def _note_often(self, text: str) -> None:
+        """Note what drafters do now and then, and a hostile one could without end: so many times a minute."""
+        if (now := time.monotonic()) - self._often_since > 60:
+            self._often_since, self._often = now, 0
+        self._often += 1
+        if self._often <= _OFTEN:
+            self._note(text)
+        else:
+            self._note_some(self._often - _OFTEN, f"drafters come and go too often; the latest: {text}")
+
+    def _note(self, text: str) -> None:
+        self.notes.append(printable(text))
 
     # -- writing ------------------------------------------------------------------------------------------------------------------
 
@@ -316,7 +331,7 @@ class FeederIo:
         if peer is not None:
             self._peers.remove(peer)
             self.disconnected += 1
-            self.notes.append(f"{_name(peer)} disconnected")
+            self._note_often(f"{_name(peer)} disconnected")
 
 
 def _described(why: str, ring: Ring | None) -> str:

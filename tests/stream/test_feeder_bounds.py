@@ -205,3 +205,20 @@ def test_a_stranger_is_asked_to_introduce_itself(raw: RawPeer) -> None:
 def test_memory_too_small_for_a_row_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(StreamError, match=r"feed.memory_mib is 2, but one row has 2\.\d MiB"):
         FeederService(ipc(tmp_path), PLAN, synthetic_weights(PLAN), run=RUN, memory_mib=2)
+
+
+def test_what_a_drafter_writes_into_the_feeders_log_is_one_bounded_line_and_not_without_end(tmp_path: Path) -> None:
+    evil = "\x1b[2J\nERROR all is lost"
+    log = tmp_path / "log"
+    with feeders(FeederProcess(ipc(tmp_path), PLAN, Behaviour(log=log))) as (feeder,):
+        peer = RawPeer(feeder.endpoint)
+        for _ in range(100):
+            peer.hello(evil)
+            peer.send(m.Bye("done", evil))
+            assert isinstance(peer.receive(), m.Bye)
+        until(lambda: "come and go too often" in log.read_text(encoding="utf-8"))
+        peer.close()
+    lines = log.read_text(encoding="utf-8").splitlines()
+    assert any(r"\x1b[2J\nERROR all is lost left (done)" in line for line in lines)
+    assert not any("\x1b" in line or line.startswith("ERROR all") for line in lines)
+    assert sum("all is lost" in line for line in lines) < 150
