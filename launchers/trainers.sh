@@ -10,7 +10,7 @@
 #
 # Starts train.drafters processes. Hosts may be started in any order, within ten minutes. Ctrl-C or SIGTERM on one of them is enough: all ranks finish
 # the step, rank 0 saves, and every host's script ends. Exit code 0: trained to the last step; 75, on host 0: stopped in order before it, start all of
-# them again to go on; another: that of the rank which failed first. Environment: PYTHON (default: python), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
+# them again to go on; 143: stopped before there was anything to save; another: that of the rank which failed first. Environment: PYTHON (default: python), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
 # (default: the network interface that leads to ADDRESS).
 set -euo pipefail
 
@@ -29,6 +29,8 @@ if [ -z "$head" ] || [ -z "$nodes" ] || [ -z "$node" ]; then
     exit 2
 fi
 
+asked="" code=0 torchrun=""
+trap 'asked=yes; [ -z "$torchrun" ] || kill -TERM "$torchrun" 2> /dev/null || true' TERM INT HUP
 facts="$("$python" - "$head" "$@" <<'END'
 import fcntl
 import socket
@@ -85,13 +87,12 @@ def main(head, config_file, overrides):
 main()
 END
 )"
+[ -z "$asked" ] || exit 143  # there is nothing to save yet
 read -r drafters interface <<< "$facts"
 if [ -n "$interface" ]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$interface}"
 fi
 
-asked="" code=0 torchrun=""
-trap 'asked=yes; [ -z "$torchrun" ] || kill -TERM "$torchrun" 2> /dev/null || true' TERM INT HUP
 setsid "$python" -m dflash_mp.torchrun --nnodes "$nodes" --node-rank "$node" --master-addr "$head" --master-port "$port" \
     --nproc-per-node "$drafters" -m dflash_mp.drafter "$@" &
 torchrun=$!
