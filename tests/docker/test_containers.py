@@ -70,6 +70,14 @@ def test_of_the_keys_each_side_gets_its_own() -> None:
     assert "10.0.0.6" in services["drafters"]["command"]
 
 
+def test_services_of_one_image_build_it_alike_and_drafters_of_several_hosts_are_not_started_again() -> None:
+    for files in (("compose.yaml",), _CPU, ("compose.yaml", "compose.hosts.yaml")):
+        services = compose(*files)["services"]
+        builds = [service["build"] for service in services.values() if service["image"] == "dflash-mp"]
+        assert all(build == builds[0] for build in builds), files
+    assert services["drafters"]["restart"] == "no", "75 would start an orderly stop again"
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the volume `demo` holds, tiny: a target of as many layers as configs/quickstart.yaml taps, and documents."""
