@@ -57,11 +57,10 @@ class ClientIo:
         roster: Roster | None = None,
     ) -> None:
         self.plan: StreamPlan | None = None
-        self.row_bytes = 0
+        self.row_bytes = self.checksum_errors = 0
         self.window: Window | None = None
         self.weights: WeightsBuilder | None = None
         self.broken: StreamError | None = None
-        self.checksum_errors = 0
         self.errors = dict.fromkeys(("row_failed", "feeder_lost", "feeder_refused", "malformed"), 0)
         self.changed = threading.Condition()
         self._hello, self._who, self._silent_seconds = hello, who, silent_seconds
@@ -70,7 +69,7 @@ class ClientIo:
         self._leaving: m.Bye | None = None
         self._weights_link: Link | None = None
         self._weights_welcome: m.Welcome | None = None  # names the conversation in which chunks were asked for
-        self._turns = itertools.count()
+        self._turns, self._resumed = itertools.count(), 0.0  # when this process went on after it had been stopped
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wakeup = Wakeup()
@@ -110,8 +109,7 @@ class ClientIo:
 
     def describe(self) -> str:
         """All feeders, for people."""
-        now = time.monotonic()
-        return "; ".join(link.describe(now) for link in self.links)
+        return "; ".join(link.describe(time.monotonic()) for link in self.links)
 
     # -- the thread ---------------------------------------------------------------------------------------------------------------
 
@@ -142,6 +140,7 @@ class ClientIo:
                 self._wakeup.clear()
             now = time.monotonic()
             if now - last > self._silent_seconds / 2:  # this process was stopped: no feeder is to blame
+                self._resumed = now
                 for link in self.links:
                     link.heard = now
             last = now
@@ -334,7 +333,8 @@ class ClientIo:
     def _corrupted(self, link: Link, request: Request, window: Window) -> None:
         self.checksum_errors += 1
         log.error("%s: %s arrived corrupted from %s", self._who, request.want.key, link.endpoint)
-        self._failed(link, request, window, "it arrived corrupted")
+        fresh = request.asked_at > self._resumed  # a feeder may reuse a slot of a drafter that was stopped for long
+        self._failed(link, request, window, "it arrived corrupted", fresh)
 
     def _row_error(self, link: Link, error: m.RowError) -> None:
         request = link.asked.pop(error.request, None)
@@ -346,9 +346,9 @@ class ClientIo:
         else:
             self.window.fail(request, error.reason)
 
-    def _failed(self, link: Link, request: Request, window: Window, why: str) -> None:
+    def _failed(self, link: Link, request: Request, window: Window, why: str, counts: bool = True) -> None:
         others = untried(request.want, [other for other in self.live() if other is not link], time.monotonic())
-        window.again(request, counts=True, why=why, untried=bool(others))
+        window.again(request, counts=counts, why=why, untried=bool(others))
 
     def _weights(self, link: Link, message: m.Weights) -> None:
         if self.weights is None or link is not self._weights_link:

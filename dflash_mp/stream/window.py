@@ -286,7 +286,7 @@ class Window:
 
     def _wait_again(self, want: Want) -> None:
         self.reasked += 1
-        want.state = "waiting"
+        want.state, want.source = "waiting", None  # of what a source sent meanwhile, bytes may have been dropped
         bisect.insort(self._waiting, want, key=lambda each: each.sequence)
 
     def _fail(self, want: Want, feeder: str, why: str) -> None:

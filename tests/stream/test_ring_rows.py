@@ -72,6 +72,22 @@ def test_the_last_of_the_later_rows_gives_way_to_the_one_that_the_trainer_waits_
     assert window.reasked == 1
 
 
+def test_of_a_recalled_row_the_rest_of_an_older_sending_is_not_taken(window: Window) -> None:
+    """Its first bytes lie in the slot, those that came while the row was in a ring were dropped."""
+    link, wants = feeder("a"), window.waiting(6)
+    slow = window.asked(wants[1], "slow")
+    assert wants[1].accepts(slow, 0.0)
+    slow.received = 32
+    place(window, wants[1], link, 0)
+    assert not wants[1].accepts(slow, 0.0)
+    starve(window)
+    RingRows([link]).able(window, [link])  # type: ignore[list-item]
+    assert wants[1] in window.waiting(6)
+    again = window.asked(wants[1], "a")
+    assert not wants[1].accepts(slow, 0.0)
+    assert wants[1].accepts(again, 0.0)
+
+
 def test_a_row_that_failed_at_one_feeder_gets_room_at_another(window: Window) -> None:
     failing, other, wants = feeder("failing"), feeder("other"), window.waiting(6)
     failing.has_room, wants[0].failed_at = True, {"failing"}
