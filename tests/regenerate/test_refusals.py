@@ -79,17 +79,21 @@ def test_an_answer_with_a_special_token_inside_is_refused(target: Path, tmp_path
     assert any("<|im_start|>" in record["refusal"] for record in refused)
 
 
-def test_the_chat_templates_end_of_turn_ends_an_answer(target: Path) -> None:
+def test_the_chat_templates_end_of_turn_ends_an_answer(target: Path, tmp_path: Path) -> None:
     file = target / "generation_config.json"
     before = file.read_text()
     try:
         file.write_text(json.dumps({**json.loads(before), "eos_token_id": 256}))
         loaded = load_target(TargetConfig(path=str(target), device="cpu", taps=1))
+        run(target, [{"prompt": f"question {n}"} for n in range(60)], tmp_path, "--temperature", "5")
     finally:
         file.write_text(before)
     end = loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end not in loaded.info.eos_token_ids
     assert {end, 256} <= set(stop_tokens(loaded, "default"))
+    found = written(tmp_path)
+    assert any(record["finish_reason"] == "stop" and record["answer_tokens"] < 8 for record in found)
+    assert not any("<|im_end|>" in record.get("refusal", "") for record in found)
 
 
 def test_nothing_but_refusals_is_an_error_and_leaves_nothing(target: Path, tmp_path: Path) -> None:

@@ -337,6 +337,22 @@ def test_a_tool_call_ends_a_conversation_and_is_sent_as_the_api_has_it(server: S
     assert server.requests[-1]["messages"][1]["tool_calls"] == call('{"x": "é"}')
 
 
+def test_a_server_that_refuses_everything_is_not_asked_for_long(
+    server: Server, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misbehave(handler: Handler, number: int) -> bool:
+        handler.reply(400, b"no")
+        return True
+
+    server.misbehave = misbehave
+    monkeypatch.setattr("dflash_mp.regenerate.command._ONLY_REFUSALS", 2)
+    code, said = run(server, prompts, "--concurrency", "1")
+    assert code == 4
+    assert "no conversation could be answered (2 refused)" in said
+    assert len(server.requests) < 13
+    assert [file.name for file in prompts.parent.iterdir()] == [prompts.name]
+
+
 def test_a_server_that_has_room_for_no_prompt_is_an_error(server: Server, prompts: Path) -> None:
     def misbehave(handler: Handler, number: int) -> bool:
         handler.reply(400, b'{"message": "This model\'s maximum context length is 8 tokens"}')
