@@ -3,7 +3,7 @@
 It listens on `metrics.address` (loopback unless told otherwise) at a port of its own: `metrics.feeder_port` plus the feeder's index, or
 `metrics.rank_port` plus the rank. A port that cannot be had is one warning, and the process does its work without an endpoint: what watches
 a run must not stop it. Requests are answered by threads of this process that read counters, a millisecond each; at most `_CLIENTS` at a time, and one
-that says nothing is cut off after `_CLIENT_SECONDS`. Only GET is answered, only figures and redacted log lines are shown.
+that has not asked and read its answer after `_CLIENT_SECONDS` (and half a second) is cut off, however busy it looks. Only GET is answered, only figures and redacted log lines are shown.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -145,10 +146,12 @@ class _Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         self.endpoint = endpoint
         self._room = threading.BoundedSemaphore(_CLIENTS)
+        self._ends: dict[Any, float] = {}  # connection: when it is cut off
         super().__init__((address, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
+            self._ends[request] = time.monotonic() + _CLIENT_SECONDS
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -157,7 +160,15 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._ends[request]
             self._room.release()
+
+    def service_actions(self) -> None:
+        """Called about twice a second."""
+        for request, end in list(self._ends.items()):
+            if time.monotonic() > end:
+                with suppress(OSError):  # it has ended by itself
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hung up or kept silent is no event."""

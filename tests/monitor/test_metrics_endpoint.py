@@ -127,6 +127,26 @@ def test_clients_that_say_nothing_keep_nobody_out_for_long(
             one.close()
 
 
+def test_clients_that_drip_are_cut_off(shown: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
+    dripping = {socket.create_connection(("127.0.0.1", shown.port or 0)) for _ in range(module._CLIENTS)}
+    deadline = time.monotonic() + WAIT / 2
+    while dripping:
+        assert time.monotonic() < deadline, f"{len(dripping)} still hold their places"
+        for client in list(dripping):
+            try:
+                client.sendall(b"G")  # each well within the time for one that says nothing
+                client.settimeout(0.01)
+                assert client.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                pass
+            client.close()
+            dripping.remove(client)
+    assert "dflash_mp_feeder_made_rows_total" in get(shown)
+
+
 def test_figures_that_cannot_be_read_are_an_answer_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     def broken(events: EventLog) -> Iterator[Sample]:
         yield Sample("dflash_mp_not_in_the_catalogue", 1)
