@@ -101,6 +101,23 @@ def test_commands_are_configured_so_that_feeders_and_trainers_meet(tmp_path: Pat
     assert trainer.train.drafters == found["dflash-mp"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
 
 
+def test_trainers_are_reached_by_trainers_and_by_what_reads_their_figures() -> None:
+    (jobset,) = [tree for tree in objects() if tree["kind"] == "JobSet"]
+    template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    labels = template["template"]["metadata"]["labels"]
+    (policy,) = [
+        tree["spec"]
+        for tree in objects()
+        if tree["kind"] == "NetworkPolicy" and tree["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ]
+    among_them, figures = policy["ingress"]
+    assert among_them == {"from": [{"podSelector": policy["podSelector"]}]}  # any port
+    container = template["template"]["spec"]["containers"][0]
+    ranks = template["parallelism"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    first = next(port["containerPort"] for port in container["ports"] if port["name"] == "metrics")
+    assert figures == {"ports": [{"port": first, "endPort": first + ranks - 1}]}
+
+
 def _configuration(pod: dict[str, Any], file: Path) -> RunConfig:
     words = pod["containers"][0]["args"]
     assert "/config/run.yaml" in words
