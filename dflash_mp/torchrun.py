@@ -38,6 +38,9 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # torchrun's own default, without its banner; a rank sets its threads itself
+    if any("rdzv-backend" in argument.replace("_", "-") for argument in arguments):
+        # Ranks that meet again after a restart must not find in torchrun's own store the addresses of those that are dead.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[LEADER] = mark_of(os.getpid())
     started = threading.Event()
     sys.addaudithook(lambda event, facts: _notice_ranks(event, facts, started))
