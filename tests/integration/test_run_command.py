@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -190,9 +190,9 @@ def test_drafters_started_by_hand_are_refused_where_others_train(run_file: Path,
 class ByHand:
     """A feeder and two drafter ranks, each started on its own."""
 
-    def __init__(self, run_file: Path, directory: Path, *torchrun: str) -> None:
+    def __init__(self, run_file: Path, directory: Path, *torchrun: str, overrides: Sequence[str] = ()) -> None:
         options = [f"run_dir={directory / 'run'}", f"train.steps={STEPS}", "train.checkpoint_every=10"]
-        options.append("train.keep_checkpoints=10")
+        options += ["train.keep_checkpoints=10", *overrides]
         self._options = ["-c", str(run_file), *(word for option in options for word in ("--set", option))]
         self.run_dir, self.log = directory / "run", directory / "log"
         self.feeder, self.torchrun = self.start_feeder(), self.start_drafters(*torchrun)
@@ -212,14 +212,23 @@ class ByHand:
         eventually(lambda: self.log.read_text().count(text) >= times or self.torchrun.poll() is not None, what)
         assert self.torchrun.poll() is None, self.log.read_text()
 
+    def wait_for_silence(self, seconds: float = 3.0) -> None:
+        """Wait until nothing was logged for so long; a step, which is a line, takes milliseconds."""
+
+        def is_silent() -> bool:
+            return time.time() - self.log.stat().st_mtime > seconds
+
+        eventually(is_silent, "the log stands still")
+        assert self.torchrun.poll() is None, self.log.read_text()
+
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as out:
             return subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=out)
 
 
 @contextmanager
-def by_hand(run_file: Path, directory: Path, *torchrun: str) -> Iterator[ByHand]:
-    run = ByHand(run_file, directory, *torchrun)
+def by_hand(run_file: Path, directory: Path, *torchrun: str, overrides: Sequence[str] = ()) -> Iterator[ByHand]:
+    run = ByHand(run_file, directory, *torchrun, overrides=overrides)
     try:
         yield run
     finally:
@@ -231,22 +240,23 @@ def by_hand(run_file: Path, directory: Path, *torchrun: str) -> Iterator[ByHand]
 def test_ranks_that_wait_for_a_row_of_a_dead_feeder_save_the_last_step_though_one_alone_is_asked_to_stop(
     run_file: Path, tmp_path: Path
 ) -> None:
-    with by_hand(run_file, tmp_path) as run:
+    steps = 100_000  # of which a window holds five
+    with by_hand(run_file, tmp_path, overrides=["stream.window_mib=2", f"train.steps={steps}"]) as run:
         run.wait_for("step 12/")
         run.feeder.kill()
         run.feeder.wait()
-        time.sleep(1.5)  # the rows that were under way are used up
-        assert run.torchrun.poll() is None
+        run.wait_for("lost the feeder", times=2)
+        run.wait_for_silence()
         started = time.monotonic()
         send_signal(run.ranks()[0], signal.SIGTERM)
         assert run.torchrun.wait(SECONDS) == 0, run.log.read_text()
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60  # a row is waited for 300 s
         log = run.log.read_text()
         assert "stopped by SIGTERM while waiting for" in log
         saved = steps_of(run.run_dir)[-1]
         assert f"stopped after step {saved}; the same command goes on from here" in log
-        assert f"step {saved}/{STEPS}" in log
-        assert f"step {saved + 1}/{STEPS}" not in log
+        assert f"step {saved}/{steps}" in log
+        assert f"step {saved + 1}/{steps}" not in log
 
 
 @pytest.mark.timeout(600)  # it starts seven processes, one after the other
@@ -257,9 +267,10 @@ def test_torchrun_restarts_ranks_and_goes_on_with_fewer_when_a_machine_is_lost(
         free.bind(("127.0.0.1", 0))
         meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
     elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3")
-    torchrun = (*elastic, "--rdzv-backend=c10d", meet, "--rdzv-id=run", "--rdzv-conf=last_call_timeout=5")
-    with by_hand(run_file, tmp_path, *torchrun) as run:
-        other = run.start_drafters(*torchrun)
+    torchrun = (*elastic, "--rdzv-backend=c10d", meet, "--rdzv-id=run")
+    conf = "--rdzv-conf=last_call_timeout=5,is_host="  # here both could be the host; the one that is must not be lost
+    with by_hand(run_file, tmp_path, *torchrun, f"{conf}true") as run:
+        other = run.start_drafters(*torchrun, f"{conf}false")
         try:
             run.wait_for("2 drafter processes")
             run.wait_for("step 12/")
