@@ -2,15 +2,16 @@
 
 Training never waits for a service: `RemoteTracker.put` only queues. A service that is down, slow or refuses costs one warning; what was not
 sent is kept (the newest `_KEPT` lines) and tried again once a minute, and `close` waits `_CLOSE_SECONDS` at most. `metrics.jsonl` has
-everything in any case. A package that is configured but not installed is a `ConfigError` at the start.
+everything in any case. What a resumed training finds its run there by is in `RUN/tracker_id`, made once: a copy of RUN is the same run to them,
+a new RUN in the same place is another one. A package that is configured but not installed is a `ConfigError` at the start.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
+import secrets
 import textwrap
 import threading
 import time
@@ -23,6 +24,7 @@ from dflash_mp.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _KEPT = 1000
+_IDENTITY = "tracker_id"
 _REASON = 240  # characters
 _RETRY_SECONDS = 60.0
 _OPEN_SECONDS = 15  # for one attempt to reach a service
@@ -35,7 +37,7 @@ class Service(Protocol):
     name: str
 
     def open(self) -> str:
-        """Start a run there, or go on with the one of the same run directory. Returns where people find it."""
+        """Start a run there, or go on with the one that this run directory has there. Returns where people find it."""
 
     def log(self, kind: str, step: int, moment: float, figures: dict[str, Any]) -> None:
         """Send one line of figures, made at `moment` (seconds since the epoch)."""
@@ -203,5 +205,12 @@ def _require(package: str, option: str, extra: str) -> None:
 
 
 def _identity(run_dir: Path) -> str:
-    """What a resumed training finds its run by."""
-    return hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
+    """What a resumed training finds its run by: 12 hexadecimal digits, drawn when `run_dir` has none."""
+    file = run_dir / _IDENTITY
+    if file.exists() and (known := file.read_text(encoding="utf-8").strip()):
+        return known
+    drawn = secrets.token_hex(6)
+    scratch = file.with_name(f".{_IDENTITY}")
+    scratch.write_text(f"{drawn}\n", encoding="utf-8")
+    scratch.replace(file)
+    return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from some_figures import some_figures
 
+from dflash_mp.drafter import trackers
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.trackers import MlflowService, RemoteTracker
 
@@ -98,6 +100,31 @@ def test_mlflow_gets_every_figure_and_a_resumed_training_goes_on_in_the_same_run
         (20, 2.5),
     ]
     assert run.data.metrics["held_out/accuracy_per_slot/02"] == 0.25
+
+
+@needs_mlflow
+def test_run_directories_of_one_path_are_runs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlflow'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for _ in range(2):  # the second as in another container: the same path, another directory
+        with Reporter(tmp_path / "a-run", True, [MlflowService(tmp_path / "a-run", "drafters")]) as reporter:
+            reporter.held_out(10, FIGURES)
+        shutil.rmtree(tmp_path / "a-run")
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("drafters")
+    assert [run.info.run_name for run in client.search_runs([experiment.experiment_id])] == ["a-run", "a-run"]
+
+
+def test_a_run_directory_keeps_its_identity_where_it_is_moved_to(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    drawn = trackers._identity(tmp_path / "run")
+    assert trackers._identity(tmp_path / "run") == drawn
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert trackers._identity(tmp_path / "moved") == drawn
+    (tmp_path / "run").mkdir()
+    assert trackers._identity(tmp_path / "run") != drawn
 
 
 @needs_mlflow
