@@ -23,6 +23,7 @@ from dflash_mp.config import RunConfig, StreamConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.client_io import ClientIo
+from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.client_patience import Patience, StopRequest
 from dflash_mp.stream.counters import ClientCounters, client_counters
 from dflash_mp.stream.curve import refusal_behind
@@ -85,6 +86,12 @@ class ReceivedRow:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _turned_away(link: Link) -> bool:
+    """Whether it is of no use to wait for this feeder. One that is full may have room soon: of a drafter that died, say."""
+    refusal = link.refusal
+    return link.state == "refused" and refusal is not None and refusal.code != "full"
 
 
 class RowClient:
@@ -290,7 +297,7 @@ class RowClient:
                     settled = now + _SETTLE_SECONDS
                 if settled is not None and (len(live) == len(self._io.links) or now >= settled):
                     return
-                if now >= deadline or all(link.state == "refused" for link in self._io.links):
+                if now >= deadline or all(_turned_away(link) for link in self._io.links):
                     raise StreamError(
                         f"rank {self._rank}: no feeder after {now - start:.0f} s: {self._io.describe()}",
                         "start the feeders (dflash-mp feed), check feed.endpoints, or raise stream.connect_seconds",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from dflash_mp.stream.client_io import ClientIo
 from dflash_mp.stream.feeder_io import FeederIo
-from dflash_mp.stream.feeder_peers import DrafterStatus, Peers, TimeSpent
+from dflash_mp.stream.feeder_peers import Peers
+from dflash_mp.stream.feeder_snapshot import DrafterStatus, TimeSpent
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.slots import SlotPool
 

@@ -239,7 +239,7 @@ class FeederIo:
         replaced: list[Peer] = []
         lane, ring = self._lanes.claim(hello.peer, hello.lanes)
         if refused is None:
-            refused, replaced = self._peers.greet(identity, hello, ring)
+            refused, replaced = self._peers.greet(identity, hello, ring, self._lanes.pending_rows(hello.peer))
         if refused is not None:
             self.refused += 1
             self._send(identity, refused)

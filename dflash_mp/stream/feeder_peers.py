@@ -18,6 +18,7 @@ from typing import Literal
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.feeder_snapshot import DrafterStatus, Snapshot, TimeSpent
 from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY
 from dflash_mp.stream.messages import (
     CHUNK_BYTES,
@@ -99,41 +100,6 @@ class Job:
         return self.transfer.request.key
 
 
-@dataclass
-class TimeSpent:
-    """Seconds of the compute thread since the start, by what it did."""
-
-    computing: float = 0.0
-    idle: float = 0.0  # no drafter wanted a row
-    blocked: float = 0.0  # rows wanted, but every slot that may be used awaits its release
-
-
-@dataclass(frozen=True)
-class DrafterStatus:
-    """One connected drafter. `rows` are those that it has received, `outstanding` those asked for and not delivered."""
-
-    name: str
-    rank: int
-    lane: str
-    outstanding: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All peers at one moment."""
-
-    made: int  # rows, as the other numbers
-    delivered: int
-    failed: dict[bool, int]  # by whether another attempt may help
-    queued: int
-    held: int  # in slots: made or in the making, and not released
-    ring_rows: int  # of memory in rings
-    current_seconds: float  # of the row in the making; 0 when there is none
-    spent: TimeSpent
-    drafters: tuple[DrafterStatus, ...]
-
-
 class Peers:
     """The peers of a feeder whose rows have `row_bytes` bytes."""
 
@@ -160,12 +126,16 @@ class Peers:
 
     # -- I/O thread ---------------------------------------------------------------------------------------------------------------
 
-    def greet(self, identity: bytes, hello: Hello, ring: Ring | None = None) -> tuple[Refused | None, list[Peer]]:
-        """Admit a drafter; returns a refusal or None, and the peers whose place it takes (they are removed)."""
+    def greet(
+        self, identity: bytes, hello: Hello, ring: Ring | None = None, reserved: int = 0
+    ) -> tuple[Refused | None, list[Peer]]:
+        """Admit a drafter, with `reserved` rows of memory set aside for rings of others that have not said HELLO yet; returns a refusal or
+        None, and the peers whose place it takes (they are removed).
+        """
         with self._changed:
             replaced = [p for p in self._peers.values() if p.hello.peer == hello.peer or p.identity == identity]
             others = len(self._peers) - len(replaced)
-            rows = self._rows([p.ring for p in self._peers.values() if p not in replaced] + [ring])
+            rows = self._rows(replaced, [ring]) + reserved
             if rows > self._pool.capacity:
                 needed = rows * self._row_bytes / 2**20
                 return Refused(
@@ -191,7 +161,7 @@ class Peers:
     def rows_in_use(self, but: str) -> int:
         """Rows of memory that belong to peers, those named `but` left out."""
         with self._changed:
-            return self._rows([peer.ring for peer in self._peers.values() if peer.hello.peer != but])
+            return self._rows([peer for peer in self._peers.values() if peer.hello.peer == but], [])
 
     def get(self, peer: Peer, message: Get) -> None:
         """Queue the rows asked for. Raises `ProtocolError` if there are too many or one is asked for twice."""
@@ -370,11 +340,16 @@ class Peers:
 
     def _give_back(self, peer: Peer, transfer: Transfer) -> None:
         (peer.ring or self._pool).give_back(transfer.slot)
+        if peer.gone:
+            inband = sum(other.ring is None for other in self._peers.values())
+            self._pool.trim(inband * self._slots_per_peer)
 
-    def _rows(self, rings: list[Ring | None]) -> int:
-        """Rows of memory that peers with these rings, or without one, can take up."""
+    def _rows(self, leaving: list[Peer], joining: list[Ring | None]) -> int:
+        """Rows of memory that the peers take up at most, once those `leaving` have left, and others came with these rings, or without one."""
+        rings = [peer.ring for peer in self._peers.values() if peer not in leaving] + joining
+        used = self._pool.used - sum(len(peer.transfers) for peer in leaving if peer.ring is None)
         inband = sum(ring is None for ring in rings) * self._slots_per_peer
-        return max(inband, self._pool.made) + sum(ring.rows for ring in rings if ring is not None)
+        return max(inband, used) + sum(ring.rows for ring in rings if ring is not None)
 
     def _idle_again(self) -> None:
         self._now("idle")

@@ -95,10 +95,10 @@ class LaneOffers:
                 if pending.ring is not None and pending.since < before:
                     del self._pending[peer]
 
-    def pending_rows(self) -> int:
-        """Rows of the rings that no conversation has claimed yet."""
+    def pending_rows(self, but: str = "") -> int:
+        """Rows of the rings that no conversation has claimed yet, that of the drafter named `but` left out."""
         with self._lock:
-            return sum(pending.rows for pending in self._pending.values())
+            return sum(pending.rows for peer, pending in self._pending.items() if peer != but)
 
     def close(self) -> None:
         """While the endpoint is still bound."""

@@ -76,7 +76,7 @@ class SlotPool:
 
     def __init__(self, capacity: int, nbytes: int, *, pin: bool) -> None:
         self.capacity = capacity
-        self.made = 0
+        self.made = self._numbers = 0
         self._nbytes = nbytes
         self._pin = pin
         self._free: list[Slot] = []
@@ -84,9 +84,20 @@ class SlotPool:
     def take(self) -> Slot | None:
         """A free slot, the one freed last first (its memory is the warmest); None if all are in use."""
         if not self._free and self.made < self.capacity:
-            self._free = make_slots(self.made, 1, self._nbytes, pin=self._pin, remedy="lower feed.memory_mib")
-            self.made += 1
+            self._free = make_slots(self._numbers, 1, self._nbytes, pin=self._pin, remedy="lower feed.memory_mib")
+            self.made, self._numbers = self.made + 1, self._numbers + 1
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: Slot) -> None:
         self._free.append(slot)
+
+    @property
+    def used(self) -> int:
+        """Slots that are not free."""
+        return self.made - len(self._free)
+
+    def trim(self, keep: int) -> None:
+        """Let go of free slots, as long as there are more than `keep` in all: their memory may go to something else."""
+        while self._free and self.made > keep:
+            self._free.pop(0)
+            self.made -= 1

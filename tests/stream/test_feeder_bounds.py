@@ -127,6 +127,21 @@ def test_a_feeder_full_of_drafters_says_so(feeder: FeederProcess) -> None:
         peer.close()
 
 
+def test_a_drafter_waits_for_a_feeder_that_is_full(feeder: FeederProcess) -> None:
+    peers = [RawPeer(feeder.endpoint) for _ in range(4)]
+    for number, peer in enumerate(peers):
+        peer.hello(f"raw {number}")
+    with client_of([feeder.endpoint], PLAN, connect_seconds=60) as client:
+        leaving = threading.Thread(
+            target=lambda: (until(lambda: client._io.errors["feeder_refused"] > 0), peers[0].send(m.Bye("done", "")))
+        )
+        leaving.start()
+        client.connect()
+        leaving.join()
+    for peer in peers:
+        peer.close()
+
+
 GET = m.Get((m.RowRequest(1, RowKey("train", 1)),))
 MALFORMED: dict[str, tuple[list[bytes | m.Message], str]] = {
     "random bytes": ([os.urandom(40)], ""),

@@ -12,6 +12,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.feeder_peers import OUTSTANDING, Job, Peer, Peers, Transfer
 from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.slots import SlotPool
 from dflash_mp.stream.weights import WeightsServer
 
@@ -20,9 +21,9 @@ ROW = RowLayout.of(PLAN).nbytes
 NO_WEIGHTS: WeightsServer = None  # type: ignore[assignment]  # never asked for here
 
 
-def admit(peers: Peers, number: int) -> Peer:
+def admit(peers: Peers, number: int, ring: Ring | None = None) -> Peer:
     hello = m.Hello(m.VERSION, f"rank {number}", "x", 0, 1, synthetic_expectations(PLAN), None, ())
-    refused, _ = peers.greet(bytes([number]), hello)
+    refused, _ = peers.greet(bytes([number]), hello, ring)
     assert refused is None
     found = peers.find(bytes([number]))
     assert found is not None
@@ -136,3 +137,26 @@ def test_a_snapshot_looks_at_what_a_drafter_has_asked_for_under_the_lock() -> No
     assert locked
     assert all(locked)
     assert (now.made, now.queued, now.held, now.drafters[0].outstanding) == (1, 1, 1, 2)
+
+
+def test_memory_of_drafters_that_left_is_room_for_rings() -> None:
+    peers = Peers(pool := SlotPool(4, ROW, pin=False), ROW, 8)
+    ask(peers, first := admit(peers, 0), 1, 2)
+    ask(peers, second := admit(peers, 1), 3)
+    made = [make(peers) for _ in range(3)]
+    assert all(made)
+    assert peers.rows_in_use("rank 0") == 2
+    peers.remove(second)
+    assert pool.made == 2
+    admit(peers, 0, Ring(ROW, 4))  # the first again, which holds rows of the pool
+    assert first.gone
+    assert pool.made == 0
+
+
+def test_memory_set_aside_for_rings_is_no_room_for_others() -> None:
+    peers = Peers(SlotPool(4, ROW, pin=False), ROW, 8)
+    hello = m.Hello(m.VERSION, "rank 9", "x", 0, 1, synthetic_expectations(PLAN), None, ())
+    refused, _ = peers.greet(b"9", hello, None, reserved=3)
+    assert refused is not None
+    assert refused.code == "full"
+    assert peers.greet(b"9", hello, None, reserved=2) == (None, [])
