@@ -298,12 +298,35 @@ def _size(file: Path) -> int:
 
 
 def leftovers(places: Sequence[Path], shared_memory_before: set[str] | None = None) -> list[str]:
-    """Files below `places`, but for what PyTorch's compilation puts there, and new ones in /dev/shm."""
+    """Files below `places`, but for what PyTorch's compilation puts there, and new ones in /dev/shm that nobody uses."""
     found = [path for place in places if place.exists() for path in sorted(place.rglob("*"))]
     left = [str(path) for path in found if not any(map(_of_compilation, [path, *path.parents]))]
     if shared_memory_before is not None:
-        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_memory_before)]
+        left += shared_memory_left(shared_memory_before)
     return left
+
+
+def shared_memory_left(before: set[str]) -> list[str]:
+    """This user's files in /dev/shm that aren't in `before` and that no living process has open or mapped: what is in use is another's."""
+    new = [Path("/dev/shm", name) for name in sorted(set(os.listdir("/dev/shm")) - before)]
+    used = _used_shared_memory() if new else set()
+    left = []
+    for path in new:
+        with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+            if path.stat().st_uid == os.getuid() and str(path) not in used:
+                left.append(str(path))
+    return left
+
+
+def _used_shared_memory() -> set[str]:
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            used.update(re.findall(r"/dev/shm/\S+", (process / "maps").read_text(encoding="utf-8", errors="replace")))
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    used.add(os.readlink(descriptor))
+    return used
 
 
 def _of_compilation(path: Path) -> bool:

@@ -7,13 +7,14 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from dflash_mp.bench.chaos_fleet import PHASES, leftovers
+from dflash_mp.bench.chaos_fleet import PHASES, leftovers, shared_memory_left
 from dflash_mp.bench.chaos_kills import Deck
 from dflash_mp.bench.chaos_report import STEPS, VICTIMS, ChaosReport, Kill, compare
 
@@ -61,6 +62,17 @@ def test_what_a_killed_compilation_leaves_is_pytorchs_and_all_else_is_named(tmp_
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     assert leftovers([tmp_path]) == [str(tmp_path / name) for name in ("socket", "tmpother", "tmpother/data")]
+
+
+def test_shared_memory_counts_as_left_when_nobody_uses_it_any_more() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="dflash-mp-test-", delete=False) as file:
+        file.write(b"x")
+        assert file.name not in shared_memory_left(before)
+    try:
+        assert file.name in shared_memory_left(before)
+    finally:
+        os.unlink(file.name)
 
 
 def _checkpoint(run_dir: Path, **tensors: torch.Tensor) -> None:

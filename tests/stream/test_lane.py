@@ -24,6 +24,7 @@ from test_feeder_bounds import RawPeer
 from test_shared_memory import ask, memfds
 from test_stream import ipc
 
+from dflash_mp.bench.chaos_fleet import shared_memory_left
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan, synthetic_row
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
@@ -222,7 +223,7 @@ def test_a_killed_feeders_rows_stay_readable_and_nothing_of_it_is_left(tmp_path:
     del held
     client._io.window = None
     until(lambda: memfds() == before)
-    assert set(os.listdir("/dev/shm")) == shm
+    until(lambda: shared_memory_left(shm) == [])
 
 
 def test_a_killed_drafters_memory_is_free_in_seconds(tmp_path: Path) -> None:
@@ -262,6 +263,17 @@ def test_a_killed_drafters_memory_is_free_in_seconds(tmp_path: Path) -> None:
 )
 def test_what_holds_for_the_other_lane_holds_here(scenario: Callable[[Path], None], tmp_path: Path) -> None:
     scenario(tmp_path)
+
+
+def test_a_feeder_that_joins_later_gets_its_share_of_the_window(tmp_path: Path) -> None:
+    file = tmp_path / "feeders"
+    with feeders(FeederProcess(ipc(tmp_path, "a")), FeederProcess(ipc(tmp_path, "b"))) as (first, second):
+        file.write_text(f"{first.endpoint}\n", encoding="utf-8")
+        with client_of([], rows=8, feeders_file=file) as client:
+            client.connect()
+            file.write_text(f"{first.endpoint}\n{second.endpoint}\n", encoding="utf-8")
+            until(lambda: list(client.lanes.values()) == ["shared_memory"] * 2)
+            assert [feeder.look()[1] // ROW for feeder in (first, second)] == [8, 4]
 
 
 def test_a_ring_that_takes_too_long_to_make_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
