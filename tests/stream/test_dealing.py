@@ -123,12 +123,12 @@ def test_an_idle_feeder_takes_over_what_another_brings_late_and_only_that() -> N
 
 def test_a_slow_feeder_costs_no_more_than_its_share(tmp_path: Path) -> None:
     """Against the fast one alone, in turn, several times: other work on this machine then slows both."""
-    rows, fast, slow = 60, Behaviour(seconds_per_row=0.02), Behaviour(seconds_per_row=0.2)
+    rows, fast, slow = 30, Behaviour(seconds_per_row=0.02), Behaviour(seconds_per_row=0.2)
     with feeders(
         FeederProcess(ipc(tmp_path, "fast"), behaviour=fast), FeederProcess(ipc(tmp_path, "slow"), behaviour=slow)
     ) as both:
         spent = {1: 0.0, 2: 0.0}
-        for _ in range(2):
+        for _ in range(3):
             for count in spent:
                 with client_of([feeder.endpoint for feeder in both[:count]], rows=4) as client:
                     client.connect()
