@@ -132,7 +132,7 @@ class RowClient:
         self._expects, self._rank, self._world, self._resumed = expects, rank, world, plan
         self._held, self._pin = held, pin
         self._incarnation = secrets.token_hex(8)
-        window_bytes = int(self._stream.window_mib * 2**20) // max(1, len(endpoints))
+        window_bytes = int(self._stream.window_mib * 2**20)
         wishes = lane_wishes(rank, world, window_bytes=window_bytes, least=held + 1, pin=pin, checksums=checksums)
         self._io = ClientIo(
             endpoints,

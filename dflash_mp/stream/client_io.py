@@ -71,8 +71,7 @@ class ClientIo:
         self._weights_welcome: m.Welcome | None = None  # names the conversation in which chunks were asked for
         self._turns, self._resumed = itertools.count(), 0.0  # when this process went on after it had been stopped
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._poller = zmq.Poller()
-        self._wakeup = Wakeup()
+        self._poller, self._wakeup = zmq.Poller(), Wakeup()
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self.links = [Link(endpoint, self._context, self._poller, keys) for endpoint in endpoints]
         self._ring_rows = RingRows(self.links)
@@ -181,7 +180,8 @@ class ClientIo:
     def _attend(self, link: Link) -> None:
         if link.state == "connecting":
             if not link.disconnected():
-                link.approach(self._hello(self.plan), self._wishes, self._silent_seconds, self.wake)
+                wishes = None if self._wishes is None else self._wishes.share(len(self.links))
+                link.approach(self._hello(self.plan), wishes, self._silent_seconds, self.wake)
                 return
             link.abandon_lane()
             if link.locked_out is not None:
@@ -395,5 +395,5 @@ class ClientIo:
 
     def _could_take_over(self) -> bool:
         """Whether the trainer waits, for a row that a feeder without work might bring sooner than the one that was asked."""
-        live = self.live()
-        return self.window is not None and self.window.starving and len(live) > 1 and any(not x.asked for x in live)
+        live, window = self.live(), self.window
+        return window is not None and window.starving and len(live) > 1 and any(not link.asked for link in live)

@@ -146,7 +146,7 @@ def refusal_in(event: int, value: int, keyed: bool) -> Refused | None:
         return Refused(
             "key",
             "the feeder refused this drafter's key",
-            "copy drafter.public from stream.keys here into the feeder's, and start the feeder again",
+            "copy drafter.public from stream.keys here into the feeder's: it reads its list again when that changes",
         )
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return Refused(

@@ -8,6 +8,7 @@ loopback does and leaves no file; there the kernel's word on the peer's user dec
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
@@ -32,7 +33,10 @@ def lane_address(endpoint: str) -> str:
     if path is None:
         if not only_from_here(endpoint):
             raise LaneError("another host")
-        return f"\0dflash-mp/lane/{endpoint.rpartition(':')[2]}"
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if host in ("localhost", "127.0.0.1"):
+            return f"\0dflash-mp/lane/{port}"
+        return f"\0dflash-mp/lane/{ipaddress.ip_address(host.strip('[]'))}/{port}"
     beside = f"{path}{_SUFFIX}"
     if len(os.fsencode(beside)) > LONGEST_IPC_PATH:
         raise LaneError(

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,14 +25,18 @@ _LONGEST_SECONDS = 15.0  # without a sign of progress
 
 @dataclass(frozen=True)
 class LaneWishes:
-    """What a drafter asks each feeder for. `cuda_device`: the ring is pinned for it."""
+    """What a drafter asks its feeders for. `cuda_device`: the ring is pinned for it."""
 
     request: rm.RingRequest
     cuda_device: int | None = None
 
+    def share(self, feeders: int) -> LaneWishes:
+        """What to ask one of so many feeders for, if `request` is for all: rows of one window lie in all rings together."""
+        return replace(self, request=replace(self.request, window_bytes=self.request.window_bytes // max(1, feeders)))
+
 
 def lane_wishes(rank: int, world: int, *, window_bytes: int, least: int, pin: bool, checksums: bool) -> LaneWishes:
-    """What rank `rank` asks each feeder for: a ring of `window_bytes`, or of `least` rows if those are more."""
+    """What rank `rank` asks its feeders for: rings of `window_bytes`, or of `least` rows if those are more."""
     pin = pin and torch.cuda.is_available()
     request = rm.RingRequest(rm.VERSION, f"rank {rank}", world, window_bytes, least, pin, checksums)
     return LaneWishes(request, torch.cuda.current_device() if pin else None)

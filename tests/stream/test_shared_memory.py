@@ -240,6 +240,9 @@ def test_a_ring_that_nobody_claims_is_dropped(offering: Offering, tmp_path: Path
     [
         ("tcp://192.0.2.1:5555", "another host"),
         ("tcp://127.0.0.1:1", "its socket @dflash-mp/lane/1 can't be reached: Connection refused"),
+        ("tcp://localhost:1", "its socket @dflash-mp/lane/1 can't be reached"),
+        ("tcp://[::1]:1", "its socket @dflash-mp/lane/::1/1 can't be reached"),  # another feeder may be there
+        ("tcp://127.0.0.2:1", "its socket @dflash-mp/lane/127.0.0.2/1 can't be reached"),
         ("ipc:///nowhere/f.sock", "its socket /nowhere/f.sock.lane can't be reached: No such file or directory"),
         (f"ipc:///{'x' * 103}", "has more than 107 bytes"),
     ],
