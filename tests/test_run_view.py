@@ -36,6 +36,12 @@ def started(home: Path, **streams: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", _RUN, str(home)], env=environment, start_new_session=True, **streams)
 
 
+def up(home: Path) -> bool:
+    """Whether both parts have set their traps."""
+    logs = [home / "drafters.log", home / "feeder.log"]
+    return all(one.exists() and "line\n" in one.read_text() for one in logs)
+
+
 def saved(home: Path, process: subprocess.Popen[bytes]) -> str:
     """The signal that ended the run in order."""
     assert process.wait(SECONDS) == 0
@@ -51,8 +57,7 @@ def test_a_reader_that_ends_does_not_end_the_run(tmp_path: Path, asked: bool) ->
         process = started(tmp_path, stdout=writing, stderr=errors.fileno())
     os.close(writing)
     try:
-        logs = [tmp_path / "drafters.log", tmp_path / "feeder.log"]
-        eventually(lambda: all(one.exists() and "line\n" in one.read_text() for one in logs), "both are up")
+        eventually(lambda: up(tmp_path), "both are up")
         os.close(reading)
         if asked:  # Ctrl-C ends `tee`, too
             process.send_signal(signal.SIGINT)
@@ -79,7 +84,7 @@ def test_a_terminal_that_hangs_up_stops_the_run_in_order(tmp_path: Path) -> None
         os.execv(sys.executable, [sys.executable, "-c", _RUN, str(tmp_path)])
     try:
         seen = b""
-        while b"drafters" not in seen:
+        while b"drafters" not in seen or not up(tmp_path):
             seen += os.read(master, 4096)
         os.close(master)  # SIGHUP, and EIO for whatever is written from now on
         deadline = time.monotonic() + SECONDS
