@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_secrets_of_a_run import leaks
 from tiny_run import make_tiny_run
 
 from dflash_mp.drafter.step_profile import SPANS
@@ -32,6 +33,7 @@ class Finished:
     keys: Path
     output: str
     errors: str
+    plan: str
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +50,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "feed.stats_seconds=0.2",
     )
     command = [sys.executable, "-m", "dflash_mp.cli", "run", "-c", str(file), "-v", "--log-format", "json"]
+    sets_of_it = [word for text in sets for word in ("--set", text)]
+    plan = subprocess.run([*command, *sets_of_it, "--plan"], capture_output=True, text=True, timeout=120, check=True)
     command += ["--profile", "steps=2..3", "--profile", "ranks=0,1"]
-    command += [word for text in sets for word in ("--set", text)]
+    command += sets_of_it
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **CREDENTIALS}, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return Finished(directory / "run", directory / "keys", done.stdout, done.stderr)
+    return Finished(directory / "run", directory / "keys", done.stdout, done.stderr, plan.stdout + plan.stderr)
 
 
 def trace(finished: Finished, rank: int) -> list[dict[str, Any]]:
@@ -92,10 +96,12 @@ def test_no_credential_is_anywhere(finished: Finished) -> None:
     assert len(secrets) >= len(CREDENTIALS) + 2
     written = [file for file in finished.run_dir.rglob("*") if file.is_file()]
     texts = {str(file): file.read_bytes() for file in written}
-    texts |= {"output": finished.output.encode(), "errors": finished.errors.encode()}
+    texts |= {name: getattr(finished, name).encode() for name in ("output", "errors", "plan")}
+    texts = {name: gzip.decompress(text) if name.endswith(".gz") else text for name, text in texts.items()}
+    assert len(texts) > 8
+    assert any(b"connected" in text for name, text in texts.items() if "feeder" in name)
+    assert leaks(sorted(finished.keys.iterdir()), texts) == []
     for name, text in texts.items():
-        if name.endswith(".gz"):
-            text = gzip.decompress(text)
         for secret in secrets:
             assert secret not in text, name
 
