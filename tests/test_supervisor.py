@@ -158,9 +158,10 @@ def test_copies_of_a_signal_are_one_request(tmp_path: Path) -> None:
 
 
 def test_a_signal_after_the_work_is_done_loses_nothing(tmp_path: Path) -> None:
-    closes = shell("trap 'echo closing; sleep 1; exit 0' TERM; while :; do sleep 0.05; done")
+    closes = shell("trap 'echo closing; sleep 1; exit 0' TERM; echo up; while :; do sleep 0.05; done")
     feeder = part(tmp_path, "feeder", closes, serves=True)
-    with supervised(feeder, part(tmp_path, "drafters", shell("sleep 0.5"))) as run:
+    drafters = part(tmp_path, "drafters", shell(f"until grep -qx up {feeder.log}; do sleep 0.05; done"))
+    with supervised(feeder, drafters) as run:
         eventually(lambda: "closing" in output_of(feeder), "the feeder closes")
         run.process.send_signal(signal.SIGINT)
         assert run.finish() == (0, "")
