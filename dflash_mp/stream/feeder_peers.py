@@ -341,8 +341,11 @@ class Peers:
     def _give_back(self, peer: Peer, transfer: Transfer) -> None:
         (peer.ring or self._pool).give_back(transfer.slot)
         if peer.gone:
-            inband = sum(other.ring is None for other in self._peers.values())
-            self._pool.trim(inband * self._slots_per_peer)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Let go of memory that no peer who is here can use."""
+        self._pool.trim(sum(peer.ring is None for peer in self._peers.values()) * self._slots_per_peer)
 
     def _rows(self, leaving: list[Peer], joining: list[Ring | None]) -> int:
         """Rows of memory that the peers take up at most, once those `leaving` have left, and others came with these rings, or without one."""
@@ -370,4 +373,5 @@ class Peers:
             if transfer.made:  # the compute thread gives back the slot that it is filling
                 self._give_back(peer, transfer)
         peer.ready.clear()
+        self._trim()
         self._changed.notify()

@@ -151,6 +151,14 @@ def test_memory_of_drafters_that_left_is_room_for_rings() -> None:
     admit(peers, 0, Ring(ROW, 4))  # the first again, which holds rows of the pool
     assert first.gone
     assert pool.made == 0
+    ask(peers := Peers(pool := SlotPool(4, ROW, pin=False), ROW, 8), third := admit(peers, 2), 1)
+    assert make(peers) is not None
+    row = send_all(peers, third)[0]
+    assert isinstance(row, m.Row)
+    peers.release(third, m.Release(row.request, row.slot))
+    assert pool.made == 1
+    peers.remove(third)
+    assert pool.made == 0
 
 
 def test_memory_set_aside_for_rings_is_no_room_for_others() -> None:
