@@ -120,13 +120,14 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return gradient * of_total.to(gradient.dtype), None, None, None
 
 
-def _cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: float, softcap: float | None
+def position_terms(
+    logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of `logits` [n, V]: loss sum, hits, and the gradient as `slope` [n, V], in the logits' dtype, times `factor` [n].
+    """Of `logits` [n, V]: losses and hits [n], and their gradient as `slope` [n, V], in the logits' dtype, times `factor` [n].
 
-    The factor (weight over the softmax's denominator) is left for after the product with the head, where rows are short. To be
-    compiled: without in-place operations it fuses into three reads of the logits and one write of the slope.
+    `teacher` [n, V]: the target's logits, whose distribution is the label then. The factor (over the softmax's denominator) is left for after
+    the product with the head, where rows are short. To be compiled: without in-place operations it fuses into three reads of the logits and
+    one write of the slope.
     """
     wide = logits.float() * scale
     bounded = None
@@ -136,13 +137,30 @@ def _cross_entropy(
     largest, guess = wide.max(1, keepdim=True)
     exponent = (wide - largest).exp()
     denominator = exponent.sum(1, keepdim=True)
-    loss = (denominator.log() + largest - wide.gather(1, labels[:, None])).squeeze(1) * weights
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    slope = torch.where(columns == labels[:, None], exponent - denominator, exponent)
+    normaliser = denominator.log() + largest
+    if teacher is None:
+        loss = normaliser - wide.gather(1, labels[:, None])
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        slope = torch.where(columns == labels[:, None], exponent - denominator, exponent)
+    else:
+        told = teacher.float() * scale
+        if softcap is not None:
+            told = torch.tanh(told / softcap) * softcap
+        log_told = told.log_softmax(1)
+        probability = log_told.exp()
+        loss = (probability * (log_told - wide)).sum(1, keepdim=True) + normaliser
+        slope = exponent - probability * denominator
     if bounded is not None:
         slope = slope * (1 - bounded.square())
-    right = (guess.squeeze(1) == labels) & (weights > 0)
-    return loss.sum(), right, slope.to(logits.dtype), weights * scale / denominator.squeeze(1)
+    return loss.squeeze(1), guess.squeeze(1) == labels, slope.to(logits.dtype), scale / denominator.squeeze(1)
+
+
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`position_terms` of weighted positions: the sum of their losses, hits of those with weight, slope, and factor."""
+    losses, right, slope, factor = position_terms(logits, None, labels, scale, softcap)
+    return (losses * weights).sum(), right & (weights > 0), slope, factor * weights
 
 
 def _cross_entropy_in_place(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_mp.drafter.loss import BlockLoss, skips_unscored
+from dflash_mp.drafter.loss import BlockLoss, position_terms, skips_unscored
 
 _CHUNK_CUDA = 4096
 _CHUNK_CPU = 256
@@ -97,7 +97,7 @@ class _PositionLoss(torch.autograd.Function):
         loss = torch.empty(count, dtype=torch.float32, device=hidden.device)
         right = torch.empty(count, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        terms = _compiled_terms() if head.compiled else _terms
+        terms = _compiled_terms() if head.compiled else position_terms
         weight = head.weight
         for start in range(0, count, width):
             part = slice(start, start + width)
@@ -119,36 +119,6 @@ class _PositionLoss(torch.autograd.Function):
         return (gradient.float() * of_loss[:, None]).to(gradient.dtype), None, None, None
 
 
-def _terms(
-    logits: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of `logits` [n, V]: losses and hits [n], and their gradient as `slope` [n, V], in the logits' dtype, times `factor` [n]."""
-    wide = logits.float() * scale
-    bounded = None
-    if softcap is not None:
-        bounded = torch.tanh(wide / softcap)
-        wide = bounded * softcap
-    largest, guess = wide.max(1, keepdim=True)
-    exponent = (wide - largest).exp()
-    denominator = exponent.sum(1, keepdim=True)
-    normaliser = denominator.log() + largest
-    if teacher is None:
-        loss = normaliser - wide.gather(1, labels[:, None])
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        slope = torch.where(columns == labels[:, None], exponent - denominator, exponent)
-    else:
-        told = teacher.float() * scale
-        if softcap is not None:
-            told = torch.tanh(told / softcap) * softcap
-        log_told = told.log_softmax(1)
-        probability = log_told.exp()
-        loss = (probability * (log_told - wide)).sum(1, keepdim=True) + normaliser
-        slope = exponent - probability * denominator
-    if bounded is not None:
-        slope = slope * (1 - bounded.square())
-    return loss.squeeze(1), guess.squeeze(1) == labels, slope.to(logits.dtype), scale / denominator.squeeze(1)
-
-
 @cache
 def _compiled_terms() -> Any:
-    return torch.compile(_terms, dynamic=False, fullgraph=True)
+    return torch.compile(position_terms, dynamic=False, fullgraph=True)
