@@ -48,19 +48,6 @@ class World:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def broadcast_text(self, text: str) -> str:
-        """The text that rank 0 gave, on every rank."""
-        if self.size == 1:
-            return text
-        length = torch.tensor([len(text.encode())], device=self.device)
-        dist.broadcast(length, src=0)
-        data = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-        if len(data):
-            dist.broadcast(data, src=0)
-        return bytes(data.cpu().numpy()).decode()
-
     def barrier(self) -> None:
         """Wait until every rank is here (bounded by the process group's time-out)."""
         self.sum(torch.zeros(1, device=self.device))
@@ -78,6 +65,8 @@ def join(config: RunConfig) -> World:
     device = _device(config.train.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.train.deterministic:
+        _use_deterministic_kernels()
     torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_size))
     store = None
     if size > 1:
@@ -93,6 +82,14 @@ def join(config: RunConfig) -> World:
             device_id=device if device.type == "cuda" else None,
         )
     return World(rank, size, local_rank, local_size, device, store)
+
+
+def _use_deterministic_kernels() -> None:
+    """An operation that has none raises an error that names it. Before the first product: cuBLAS reads its setting when it starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads what it did not write, so memory need not be filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # the stubs lack it
 
 
 def leave(world: World) -> None:
