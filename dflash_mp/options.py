@@ -42,12 +42,18 @@ class Group(Command, click.Group):
 
 def config_options(command: F) -> F:
     """-c FILE and --set KEY=VALUE, as `config_file` and `overrides`."""
-    command = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")(
-        command
-    )
-    return click.option(
-        "-c", "--config", "config_file", required=True, type=click.Path(path_type=Path), help="YAML file of the run."
-    )(command)
+    return _config("YAML file of the run.", required=True)(command)
+
+
+def optional_config_options(says: str) -> Callable[[F], F]:
+    """The same, for a command that can do without; `says` what the file is for."""
+    return _config(says, required=False)
+
+
+def _config(says: str, required: bool) -> Callable[[F], F]:
+    file = click.option("-c", "--config", "config_file", required=required, type=click.Path(path_type=Path), help=says)
+    override = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")
+    return lambda command: file(override(command))
 
 
 def drafter_option(command: F) -> F:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, load
+from dflash_mp.options import Command, load, optional_config_options
 
 
 @click.command(
@@ -18,8 +18,7 @@ from dflash_mp.options import Command, load
         "dflash-mp doctor -c run.yaml --rows-per-second 20 --details --json",
     ),
 )
-@click.option("-c", "--config", "config_file", type=click.Path(path_type=Path), help="YAML file of a run.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")
+@optional_config_options("YAML file of a run.")
 @click.option(
     "--rows-per-second",
     type=click.FloatRange(min=0, min_open=True),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, load
+from dflash_mp.options import Command, load, optional_config_options
 
 
 @click.command(
@@ -18,8 +18,7 @@ from dflash_mp.options import Command, load
         "dflash-mp top -c run.yaml --once | grep waits",
     ),
 )
-@click.option("-c", "--config", "config_file", type=click.Path(path_type=Path), help="Watch this run's processes.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option.")
+@optional_config_options("Watch this run's processes.")
 @click.option(
     "--endpoint", "endpoints", multiple=True, metavar="HOST:PORT", help="Watch these instead; may be repeated."
 )
