@@ -37,7 +37,7 @@ class _Connection:
     since: float  # of the last whole message, or the start
     spoke: bool = False
     looks: int = 0  # since then, in which bytes waited
-    received: int | None = None  # by TCP, up to the first look since then
+    received: int | None = None  # by TCP, up to the start, or to the first look since then
 
 
 class Connections:
@@ -57,7 +57,8 @@ class Connections:
     def accepted(self, descriptor: int) -> None:
         """libzmq has a new connection."""
         with contextlib.suppress(OSError):  # gone already
-            self._open[descriptor] = _Connection(os.fstat(descriptor).st_ino, self._tcp, time.monotonic())
+            inode = os.fstat(descriptor).st_ino
+            self._open[descriptor] = _Connection(inode, self._tcp, time.monotonic(), received=0 if self._tcp else None)
 
     def heard(self, descriptor: int) -> None:
         """A whole message came from it."""

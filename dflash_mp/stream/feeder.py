@@ -146,6 +146,7 @@ class FeederService:
                 if time.monotonic() >= due:
                     log.info("%s", self.status().line())
                     due = time.monotonic() + stats_seconds
+            log.info("%s", self.status().line())  # of the time since the last such line
             bye = Bye("stopped", "the feeder was told to stop")
         finally:
             self.close(bye)

@@ -109,6 +109,22 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
+def test_what_a_new_connection_sends_before_the_first_look_counts(listener: socket.socket) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with socket.create_connection(listener.getsockname()) as sender:
+        accepted, _ = listener.accept()
+        with accepted:
+            connections.accepted(accepted.fileno())
+            sender.settimeout(30)
+            sent = 0
+            while sent <= MIB:
+                sent += sender.send(b"x" * 65536)
+                accepted.recv(65536)
+            time.sleep(0.03)  # looks are 0.02 s apart
+            assert connections.look() == 1
+        assert _hung_up(sender)
+
+
 def test_of_too_many_those_that_never_spoke_go_first(listener: socket.socket) -> None:
     connections = Connections(tcp=True, silent_seconds=60.0, most=3)
     near = [socket.create_connection(listener.getsockname()) for _ in range(5)]
