@@ -1,7 +1,7 @@
 """Strict reading of untrusted values into typed dataclasses.
 
 `reader(hint)` compiles a type hint into a function that takes a decoded value and its path, and returns the typed value or raises
-`ProtocolError` naming the path. Nothing is converted or guessed: an unknown key, a missing key, a wrong type (a bool is no int, an
+`ProtocolError` naming the path. Nothing is converted (but text `FOR_PEOPLE`) or guessed: an unknown key, a missing key, a wrong type (a bool is no int, an
 infinity no float) and a value outside its rule are errors. A dataclass field with the metadata `LATER` came with a later version: it may be
 missing, and is left out as long as it has its default. It understands int, float, bool, str, None, unions with None, Literal,
 `tuple[X, ...]`, NamedTuples (as arrays), dataclasses (as maps), and `Annotated[X, Rule]`. A dataclass may check itself further in
@@ -22,6 +22,7 @@ from dflash_mp.errors import StreamError
 
 Read = Callable[[object, str], Any]
 LATER = {"later": True}  # metadata of a dataclass field
+FOR_PEOPLE = "for people"  # in an `Annotated[str, …]`: it is read as `escaped` text, fit for a log or a terminal
 _LONGEST_REPR = 80
 _LINE_CHARACTERS = 1024
 
@@ -49,7 +50,11 @@ def at_most(length: int) -> Rule:
 
 def printable(text: str) -> str:
     """`text` from the wire on one line of a log: shortened, and without what a terminal would obey."""
-    text = text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"
+    return escaped(text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…")
+
+
+def escaped(text: str) -> str:
+    """`text` on one line, and without what a terminal would obey."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape", "replace").decode("ascii") for each in text
     )
@@ -78,7 +83,7 @@ def reader(hint: Any) -> Read:
     """A reader for values of the type `hint`. TypeError if the hint is of a kind that this module doesn't know."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return _ruled(reader(args[0]), args[1:])
+        return _annotated(reader(args[0]), args[1:])
     if origin in (typing.Union, types.UnionType) and len(args) == 2 and type(None) in args:
         inner = reader(next(arg for arg in args if arg is not type(None)))
         return lambda value, path: None if value is None else inner(value, path)
@@ -97,13 +102,16 @@ def reader(hint: Any) -> Read:
     raise TypeError(f"no reader for {hint!r}")
 
 
-def _ruled(inner: Read, rules: tuple[Rule, ...]) -> Read:
+def _annotated(inner: Read, notes: tuple[object, ...]) -> Read:
+    rules = [note for note in notes if isinstance(note, Rule)]
+    for_people = FOR_PEOPLE in notes
+
     def read(value: object, path: str) -> Any:
         result = inner(value, path)
         for rule in rules:
             if not rule.holds(result):
                 raise ProtocolError(f"{path} must be {rule.says}, not {shown(value)}")
-        return result
+        return escaped(result) if for_people else result
 
     return read
 

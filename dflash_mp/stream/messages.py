@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgpack
 
 from dflash_mp.data.row import RowKey
-from dflash_mp.stream.codec import LATER, ProtocolError, Rule, at_most, between, plain, reader, shown
+from dflash_mp.stream.codec import FOR_PEOPLE, LATER, ProtocolError, Rule, at_most, between, plain, reader, shown
 from dflash_mp.stream.plan import DTYPES, StreamPlan
 from dflash_mp.stream.software import Software
 
@@ -32,7 +32,7 @@ _LARGE = 1 << 62
 Count = Annotated[int, between(0, _LARGE)]
 Checksum = Annotated[int, between(0, (1 << 64) - 1)]  # xxh3_64
 Name = Annotated[str, at_most(256)]
-Reason = Annotated[str, at_most(_REASON_CHARACTERS)]
+Reason = Annotated[str, at_most(_REASON_CHARACTERS), FOR_PEOPLE]
 Seconds = Annotated[float, between(0, 1e12)]
 Key = Annotated[RowKey, Rule(f"a row with an ordinal from 0 to {_LARGE}", lambda key: 0 <= key.ordinal <= _LARGE)]
 RefusalCode = Literal["version", "malformed", "run", "plan", "full", "stranger", "replaced", "key"]
@@ -265,6 +265,8 @@ def check_plan(plan: StreamPlan) -> None:
             raise ValueError(f"{name} must be from {low} to {high}, not {value}")
     if target.dtype not in DTYPES:
         raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, not {shown(target.dtype)}")
+    if not target.name.isprintable():
+        raise ValueError(f"target.name must be printable, not {shown(target.name)}")
     if wrong := [i for i in target.layer_ids if not 0 <= i < target.num_layers]:
         raise ValueError(f"target.layer_ids names layer {wrong[0]} of a target of {target.num_layers} layers")
 

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import torch
 
 from dflash_mp import __version__
-from dflash_mp.stream.codec import at_most
+from dflash_mp.stream.codec import FOR_PEOPLE, at_most
 
 _NONE = "none"
 
@@ -23,8 +23,8 @@ _NONE = "none"
 class Package(NamedTuple):
     """One piece of software and its version, in the writing of its own `__version__`."""
 
-    name: Annotated[str, at_most(64)]
-    version: Annotated[str, at_most(64)]
+    name: Annotated[str, at_most(64), FOR_PEOPLE]
+    version: Annotated[str, at_most(64), FOR_PEOPLE]
 
 
 Software = Annotated[tuple[Package, ...], at_most(32)]

@@ -81,6 +81,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], says: str) -> None:
         (("plan", "target", "layer_ids"), [1, 9], "names layer 9 of a target of 4 layers"),
         (("plan", "target", "layer_ids"), [], "layer_ids (how many)"),
         (("plan", "target", "dtype"), "int8", "target.dtype must be one of"),
+        (("plan", "target", "name"), "a\x1b[2J", "target.name must be printable, not 'a\\x1b[2J'"),
         (("plan", "target", "hidden_size"), 0, "target.hidden_size must be from 1"),
         (("plan", "target", "rope_theta"), float("inf"), "WELCOME.plan.target.rope_theta must be finite"),
         (("plan", "data", "row_tokens"), 1 << 40, "data.row_tokens must be from 1"),
@@ -111,6 +112,21 @@ def test_fields_that_came_later_may_be_missing_and_are_not_sent_at_their_default
         assert m.decode(msgpack.packb(tree)) == message
     with pytest.raises(ProtocolError, match="PONG lacks the key 'busy_seconds'"):
         m.decode(msgpack.packb({k: v for k, v in tree.items() if k != "busy_seconds"}))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Refused("plan", "a\x1b[2Jb\nc", "ä\x1b[2Jb\n"),
+        m.RowError(1, KEY, "a\x1b[2Jb\nc", True),
+        m.Bye("failed", "a\x1b[2Jb\nc"),
+        m.Welcome(m.VERSION, "x", synthetic_plan(), "inband", 4096, 3, (Package("torch\r", "2\x1b[2J.13"),), 1.0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_text_for_people_is_read_without_what_a_terminal_would_obey(message: m.Message) -> None:
+    read = repr(m.decode(m.encode(message)))
+    assert read == repr(message).replace("\\", "\\\\")
 
 
 def test_another_version_is_named_before_its_unknown_keys() -> None:
