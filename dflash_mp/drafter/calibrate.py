@@ -88,7 +88,7 @@ def _measure_feeders(client: RowClient) -> float:
 def _measure_steps(trainer: Trainer, client: RowClient, micro_batches: int) -> float:
     """Seconds of an optimizer step of so many micro-batches, without waits for rows; the median of a few."""
     rows = trainer.config.train.micro_batch_rows
-    train = trainer.config.train.model_copy(update={"rows_per_step": micro_batches * rows})
+    train = trainer.config.train.model_copy(update={"rows_per_step": micro_batches * rows, "steps": _STEPS})
     trainer.config = trainer.config.model_copy(update={"train": train})
     trainer.step = 0
     keys = [batch for step in range(_STEPS) for batch in schedule.rows_of_step(step, 0, 1, train.rows_per_step, rows)]

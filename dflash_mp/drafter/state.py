@@ -79,6 +79,7 @@ def build_trainer(
             seed=config.seed,
             anchors_per_row=options.anchors_per_row,
             device=device,
+            ahead=device.type == "cuda",
         ),
         compilations=CompilationCount(),
         step=step,

@@ -104,6 +104,7 @@ def train(
             saved = trainer.step
             if (advice := balance.advice(last or figures.stop)) is not None:
                 report.say(advice, "balance")
+    trainer.loader.drop_ahead()
     if stopping:
         profile.close(trainer.step)
     return trainer.step == options.steps
@@ -136,6 +137,9 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
                 loss.total.backward()
         _measure(sums, batch, loss)
     trainer.loader.release()
+    if not (stop or abandoned):
+        with waits.waiting(), span("data wait"):
+            _load_ahead(trainer)
     sums.add("stop", float(stop or abandoned))
     sums.add("abandoned", float(abandoned))
     sums.add_wait(world.rank, waits.seconds())
@@ -185,6 +189,16 @@ def _load(trainer: Trainer, keys: Sequence[RowKey | None], abandoned: bool) -> t
         except StoppedWaiting as stopped:
             log.warning("%s", stopped.what)
     return trainer.loader.load([None] * len(keys)), True
+
+
+def _load_ahead(trainer: Trainer) -> None:
+    """The next step's first micro-batch, if rows of training are what this rank takes next."""
+    options, world, following = trainer.config.train, trainer.world, trainer.step + 1
+    if following < options.steps and not schedule.held_out_due(following, options):
+        batches = schedule.rows_of_step(
+            following, world.rank, world.size, options.rows_per_step, options.micro_batch_rows
+        )
+        trainer.loader.load_ahead(batches[0])
 
 
 def _measure(sums: StepSums, batch: MicroBatch, loss: BlockLoss) -> None:

@@ -11,6 +11,7 @@ import torch
 from dflash_mp.config import RunConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.drafter import state
+from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.trainer import Trainer
 from dflash_mp.drafter.world import World
 from dflash_mp.stream.layout import RowLayout, RowTensors
@@ -48,6 +49,7 @@ EMBEDDING = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(7
 @dataclass
 class SyntheticRow:
     buffer: torch.Tensor
+    source: SyntheticRows | None = None
 
     @property
     def tensors(self) -> RowTensors:
@@ -55,6 +57,8 @@ class SyntheticRow:
 
     def release(self) -> None:
         self.buffer.fill_(0xFF)  # whoever reads a released row reads not-a-number
+        if self.source is not None:
+            self.source.held -= 1
 
 
 class SyntheticRows:
@@ -62,6 +66,7 @@ class SyntheticRows:
 
     def __init__(self, unsupervised: frozenset[int] = frozenset()) -> None:
         self.taken: list[RowKey] = []
+        self.held = 0  # rows that were not released yet
         self._unsupervised = unsupervised
 
     def schedule(self, keys: Iterator[RowKey]) -> None:
@@ -70,7 +75,10 @@ class SyntheticRows:
     def take(self, key: RowKey) -> SyntheticRow:
         assert next(self._expected) == key, "rows are taken in the order that was announced"
         self.taken.append(key)
-        return make_row(key, supervised=key.split == "held_out" or key.ordinal not in self._unsupervised)
+        self.held += 1
+        row = make_row(key, supervised=key.split == "held_out" or key.ordinal not in self._unsupervised)
+        row.source = self
+        return row
 
 
 def make_row(key: RowKey, supervised: bool = True) -> SyntheticRow:
@@ -108,6 +116,20 @@ def make_config(run_dir: Path, **train: object) -> RunConfig:
     )
 
 
-def make_trainer(config: RunConfig, source: SyntheticRows, resume: Path | None = None) -> Trainer:
+def make_trainer(
+    config: RunConfig, source: SyntheticRows, resume: Path | None = None, *, ahead: bool = False
+) -> Trainer:
+    """`ahead`: with rows loaded as on CUDA, while the step before is not yet over."""
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    return state.build_trainer(config, PLAN, EMBEDDING, EMBEDDING, source, world, resume)
+    trainer = state.build_trainer(config, PLAN, EMBEDDING, EMBEDDING, source, world, resume)
+    if ahead:
+        trainer.loader = BatchLoader(
+            source,
+            LAYOUT,
+            trainer.shape,
+            seed=config.seed,
+            anchors_per_row=config.train.anchors_per_row,
+            device=world.device,
+            ahead=True,
+        )
+    return trainer

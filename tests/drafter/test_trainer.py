@@ -64,18 +64,20 @@ class Withheld(SyntheticRows):
         return super().take(key)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("missing", "done"), [(RowKey("train", 14), 4), (RowKey("train", 12), 4), (RowKey("train", 1), 0)]
 )
 def test_a_step_that_lacks_a_row_when_a_stop_is_asked_for_is_dropped_and_the_last_one_saved(
-    tmp_path: Path, missing: RowKey, done: int
+    tmp_path: Path, missing: RowKey, done: int, ahead: bool
 ) -> None:
     whole, rows = make_config(tmp_path / "whole", log_every=1), SyntheticRows()
     uninterrupted = make_trainer(whole, rows)
     assert run_to_end(uninterrupted, rows)
 
     parts, rows = make_config(tmp_path / "parts", log_every=1), Withheld(missing)
-    assert not run_to_end(make_trainer(parts, rows), rows)
+    assert not run_to_end(make_trainer(parts, rows, ahead=ahead), rows)
+    assert rows.held == 0
     assert checkpoint.steps_of(parts.run_dir) == ([done] if done else [])
     lines = [json.loads(line) for line in (parts.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max((line["step"] for line in lines if line["kind"] == "train"), default=0) == done
@@ -208,8 +210,36 @@ def test_resuming_on_another_stream_spells_out_the_difference(tmp_path: Path, mo
         make_trainer(config, SyntheticRows(), checkpoint.find(tmp_path))
 
 
-def test_every_row_of_the_run_is_taken_once_and_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_row_of_the_run_is_taken_once_and_in_order(tmp_path: Path, ahead: bool) -> None:
     config, rows = make_config(tmp_path, steps=4, held_out_rows=2, held_out_every=2), SyntheticRows()
-    run_to_end(make_trainer(config, rows), rows)
+    run_to_end(make_trainer(config, rows, ahead=ahead), rows)
+    assert rows.held == 0
     assert [key.ordinal for key in rows.taken if key.split == "train"] == list(range(12))
     assert len([key for key in rows.taken if key.split == "held_out"]) == 2 * 3
+
+
+def test_rows_loaded_ahead_change_no_bit_and_are_taken_before_the_step_is_over(tmp_path: Path) -> None:
+    trainers, taken = [], []
+    for ahead in (False, True):
+        config = make_config(tmp_path / str(ahead), steps=5, micro_batch_rows=2, held_out_rows=2, held_out_every=3)
+        rows = SyntheticRows()
+        trainers.append(make_trainer(config, rows, ahead=ahead))
+        run_to_end(trainers[-1], rows)
+        trainer = make_trainer(config, rows, ahead=ahead)
+        rows.schedule(iter(RowKey("train", ordinal) for ordinal in range(9)))
+        train_step(trainer)
+        taken.append(rows.taken[-1])
+        trainer.loader.drop_ahead()
+        assert rows.held == 0
+    assert_same_bits(*map(tensors_of, trainers))
+    assert taken == [RowKey("train", 2), RowKey("train", 4)]
+
+
+def test_what_was_loaded_ahead_is_for_the_load_of_the_same_rows_only(tmp_path: Path) -> None:
+    rows = SyntheticRows()
+    loader = make_trainer(make_config(tmp_path), rows, ahead=True).loader
+    rows.schedule(iter(RowKey("train", ordinal) for ordinal in range(2)))
+    loader.load_ahead([RowKey("train", 0)])
+    with pytest.raises(RuntimeError, match="loaded ahead"):
+        loader.load([RowKey("train", 1)])
