@@ -130,8 +130,8 @@ class FeederFuzz:
     def _serve(self) -> None:
         """What the feeder's two threads do, in turn, until there is nothing to do."""
         self._io._read(len(self._router.incoming))
-        while (job := self._io._peers.next_job(0.0)) is not None:
-            self._service._make(self._compute, job)
+        while self._service._turn(self._compute, 0.0):
+            pass
         while self._io._write()[0]:
             pass
         self._io.notes.clear()

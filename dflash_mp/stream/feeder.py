@@ -1,7 +1,8 @@
 """A feeder: makes rows on request and serves them, with the target's frozen weights, to any number of drafters.
 
 `FeederService` holds no state of the run: what it serves is a function of the plan. `serve` computes in the caller's thread while an
-I/O thread talks; a row is computed straight into the slot that it is sent from, and is not copied again on this side. Memory is
+I/O thread talks; a row is computed straight into the slot that it is sent from, and is not copied again on this side. Where `compute` leaves a
+row to a device, the next one is started before it has arrived, one at most. Memory is
 bounded by `memory_mib`, whatever peers do. A `compute` that raises costs its row only: the drafter gets the reason. Failures of the
 service itself (address taken, too little memory) are `StreamError`; an I/O thread that dies takes `serve` with it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,6 +22,7 @@ import xxhash
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError, StreamError
+from dflash_mp.stream.arrival import ARRIVED, Arrival
 from dflash_mp.stream.codec import printable
 from dflash_mp.stream.counters import FeederCounters, feeder_counters
 from dflash_mp.stream.feeder_io import FeederIo
@@ -32,9 +35,10 @@ from dflash_mp.stream.plan import StreamPlan
 from dflash_mp.stream.slots import SlotPool
 from dflash_mp.stream.weights import FrozenWeights, WeightsServer
 
-Compute = Callable[[RowKey, torch.Tensor], None]
+Compute = Callable[[RowKey, torch.Tensor], "Arrival | None"]
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
+_ARRIVAL_POLL_SECONDS = 0.0005  # between two looks at a row that a device computes, while nobody asks for another
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class FeederService:
         )
         self._meter = _Meter(self._peers, self.layout)
         self._pool = pool
+        self._coming: deque[_Coming] = deque()
         self._closed = False
 
     @property
@@ -129,8 +134,9 @@ class FeederService:
     def serve(self, compute: Compute, stop: threading.Event, stats_seconds: float = 10.0) -> None:
         """Answer drafters until `stop` is set, then take leave of them.
 
-        `compute(key, buffer)` fills `buffer`, uint8 [layout.nbytes], with the row `key`. A `DflashError` that it raises is passed on
-        to the drafter as final; any other exception as worth another attempt, and is logged here with its traceback.
+        `compute(key, buffer)` fills `buffer`, uint8 [layout.nbytes], with the row `key`, or starts that, and returns an `Arrival`
+        that says when it is filled. A `DflashError` that either raises is passed on to the drafter as final; any other exception as worth
+        another attempt, and is logged here with its traceback.
         """
         self._io.start()
         bye = Bye("failed", "the feeder failed; its own log says why")
@@ -140,15 +146,15 @@ class FeederService:
                 if self._io.broken is not None:
                     raise StreamError("the feeder's I/O thread failed", "this is a bug: report it") from self._io.broken
                 self._log_notes()
-                job = self._peers.next_job(_POLL_SECONDS)
-                if job is not None:
-                    self._make(compute, job)
+                self._turn(compute, _POLL_SECONDS)
                 if time.monotonic() >= due:
                     log.info("%s", self.status().line())
                     due = time.monotonic() + stats_seconds
+            self._settle(ahead=0)
             log.info("%s", self.status().line())  # of the time since the last such line
             bye = Bye("stopped", "the feeder was told to stop")
         finally:
+            self._settle(ahead=0)  # a device writes to their buffers
             self.close(bye)
 
     def status(self) -> FeederStatus:
@@ -174,24 +180,65 @@ class FeederService:
     ) -> None:
         self.close()
 
-    def _make(self, compute: Compute, job: Job) -> None:
-        slot, started = job.transfer.slot, time.monotonic()
+    def _turn(self, compute: Compute, seconds: float) -> bool:
+        """Start the next row, waiting at most `seconds` for one, and hand over what has arrived; whether there was one."""
+        job = self._peers.next_job(_ARRIVAL_POLL_SECONDS if self._coming else seconds)
+        if job is not None:
+            started = time.monotonic()
+            try:
+                arrival = compute(job.key, job.transfer.slot.buffer) or ARRIVED
+            except Exception as error:
+                self._fail(job, error)
+            else:
+                self._coming.append(_Coming(job, arrival, started))
+        self._settle(ahead=1)
+        return job is not None
+
+    def _settle(self, ahead: int) -> None:
+        """Hand over the rows that have arrived, in the order in which they were started; wait for all but the `ahead` last ones."""
+        while self._coming and (len(self._coming) > ahead or self._coming[0].arrived()):
+            self._finish(self._coming.popleft())
+
+    def _finish(self, coming: _Coming) -> None:
+        """Wait until the row is there, and hand it over."""
+        job, view = coming.job, coming.job.transfer.slot.view
         try:
-            compute(job.key, slot.buffer)
-        except DflashError as error:
+            coming.arrival.synchronize()
+        except Exception as error:
+            self._fail(job, error)
+            return
+        self._peers.finish(job, xxhash.xxh3_64_intdigest(view) if job.peer.checksums else 0)
+        log.debug("%s made in %.3f s", job.key, time.monotonic() - coming.started)
+        self._io.wake()
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if isinstance(error, DflashError):
             log.error("%s can't be made: %s", job.key, error)
             self._peers.fail(job, reason(str(error)), retryable=False)
-        except Exception as error:
-            log.exception("%s could not be made", job.key)
-            self._peers.fail(job, reason(f"{type(error).__name__}: {error}"), retryable=True)
         else:
-            self._peers.finish(job, xxhash.xxh3_64_intdigest(slot.view) if job.peer.checksums else 0)
-            log.debug("%s made in %.3f s", job.key, time.monotonic() - started)
+            log.error("%s could not be made", job.key, exc_info=error)
+            self._peers.fail(job, reason(f"{type(error).__name__}: {error}"), retryable=True)
         self._io.wake()
 
     def _log_notes(self) -> None:
         for _ in range(len(self._io.notes)):  # not those that come meanwhile: there may always be more
             log.info("%s", self._io.notes.popleft())
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A row that was started at `started`."""
+
+    job: Job
+    arrival: Arrival
+    started: float
+
+    def arrived(self) -> bool:
+        """Whether waiting for it ends at once, be it with an error."""
+        try:
+            return self.arrival.query()
+        except Exception:
+            return True
 
 
 class _Meter:

@@ -88,7 +88,7 @@ class Peer:
         return INBAND if self.ring is None else SHARED_MEMORY
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A row to be made for `peer`."""
 
@@ -104,7 +104,7 @@ class Peers:
     """The peers of a feeder whose rows have `row_bytes` bytes."""
 
     def __init__(self, pool: SlotPool, row_bytes: int, held_out_rows: int) -> None:
-        self.busy: tuple[RowKey, float] | None = None  # the row in the making, and since when
+        self.busy: tuple[RowKey, float] | None = None  # the row in the making that comes next, and since when it does
         self.rows = 0
         self.delivered = 0  # rows that their drafter took over
         self.failed_rows = {True: 0, False: 0}  # by whether another attempt may help
@@ -114,6 +114,7 @@ class Peers:
         self._slots_per_peer = min(SLOTS_PER_PEER, pool.capacity)
         self._peers: dict[bytes, Peer] = {}
         self._turns: deque[Peer] = deque()  # the peer served longest ago first
+        self._making: list[Job] = []  # in the order in which they were started
         self._changed = threading.Condition()
         self._spent = TimeSpent()
         self._doing: Literal["computing", "idle", "blocked"] = "idle"
@@ -284,13 +285,15 @@ class Peers:
     # -- compute thread -----------------------------------------------------------------------------------------------------------
 
     def next_job(self, seconds: float) -> Job | None:
-        """The next row to make, of the peer whose turn it is; None after `seconds` without one."""
+        """The next row to make, of the peer whose turn it is; None after `seconds` without one. Others may still be in the making."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
                 job, wanted = self._take_turn()
-                self._now("computing" if job is not None else "blocked" if wanted else "idle")
                 if job is not None:
+                    self._making.append(job)
+                self._now("computing" if self._making else "blocked" if wanted else "idle")
+                if job is not None and self.busy is None:
                     self.busy = job.key, self._since
                 if job is not None or self._since >= deadline:
                     return job
@@ -299,7 +302,7 @@ class Peers:
     def finish(self, job: Job, checksum: int) -> None:
         """The row is in its slot: send it."""
         with self._changed:
-            self._idle_again()
+            self._made(job)
             self.rows += 1
             if job.peer.gone:
                 self._give_back(job.peer, job.transfer)
@@ -310,7 +313,7 @@ class Peers:
     def fail(self, job: Job, why: str, retryable: bool) -> None:
         """The row could not be made: say so to who asked."""
         with self._changed:
-            self._idle_again()
+            self._made(job)
             self.failed_rows[retryable] += 1
             self._give_back(job.peer, job.transfer)
             if not job.peer.gone:
@@ -354,9 +357,13 @@ class Peers:
         inband = sum(ring is None for ring in rings) * self._slots_per_peer
         return max(inband, used) + sum(ring.rows for ring in rings if ring is not None)
 
-    def _idle_again(self) -> None:
-        self._now("idle")
-        self.busy = None
+    def _made(self, job: Job) -> None:
+        """It is in the making no longer."""
+        next_before = self._making[0]
+        self._making.remove(job)
+        self._now("computing" if self._making else "idle")
+        if next_before is job:
+            self.busy = (self._making[0].key, self._since) if self._making else None
 
     def _now(self, doing: Literal["computing", "idle", "blocked"]) -> None:
         """Book the time since the last call on what was done, and begin `doing`."""
@@ -370,7 +377,7 @@ class Peers:
         self._turns.remove(peer)
         peer.gone = True
         for transfer in peer.transfers.values():
-            if transfer.made:  # the compute thread gives back the slot that it is filling
+            if transfer.made:  # the compute thread gives back the slots that it is filling
                 self._give_back(peer, transfer)
         peer.ready.clear()
         self._trim()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import nn
 
 from dflash_mp.data.row import TokenRow
 from dflash_mp.errors import TargetError
+from dflash_mp.stream.arrival import ARRIVED, Arrival
 from dflash_mp.target.families import Anatomy, keeps_state
 from dflash_mp.target.load import Target
 
@@ -55,6 +56,7 @@ class Capture:
         self._keep_target = keep_target
         self._multi_axis = "mrope_section" in (getattr(anatomy.config, "rope_parameters", None) or {})
         self._destination: torch.Tensor | None = None
+        self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self._trunk = self._build_trunk(anatomy)
         #: Whether a row is one forward pass; otherwise each of its documents is one.
         self.packed = not keeps_state(anatomy.config) and self._isolates()
@@ -62,9 +64,15 @@ class Capture:
     def capture(self, row: TokenRow, out: torch.Tensor, last: torch.Tensor | None = None) -> None:
         """Fill `out` [T, K·H] with the features of `row`, and `last` [T, H] with the last hidden state if built for it.
 
-        Both must have the target's dtype. If they lie on another device than the target, features are gathered on the target's
-        device and go over in one transfer; the call returns when they have arrived. On a CUDA target with `out` on it, the work is
+        Both must have the target's dtype. The call returns when they are filled; on a CUDA target with both on it, when the work is
         queued on the current stream. Raises `TargetError` for token ids outside the vocabulary and when memory runs out.
+        """
+        self.start(row, out, last).synchronize()
+
+    def start(self, row: TokenRow, out: torch.Tensor, last: torch.Tensor | None = None) -> Arrival:
+        """As `capture`, but `out` and `last` are filled when the result says so. What doesn't lie on the CUDA device of the target is
+        gathered there and goes over in one transfer each, on a stream of its own, beside the forward pass of the next row. Where that
+        memory is pinned nothing here waits for the device, unless the model's own forward does.
         """
         info = self.target.info
         self._check_buffer(out, (len(row.input_ids), info.feature_width), "out")
@@ -73,17 +81,16 @@ class Capture:
         if last is not None:
             self._check_buffer(last, (len(row.input_ids), info.hidden_size), "last")
         ids, positions = self._inputs(row)
-        near = out if out.device == self.target.device else torch.empty_like(out, device=self.target.device)
         spans = [Document(0, 0, len(row.input_ids))] if self.packed else list(documents(row.document_ids))
         try:
+            near, near_last = self._near(out), None if last is None else self._near(last)
             with torch.inference_mode():
                 for span in spans:
                     part = slice(span.start, span.stop)
                     final = self._forward(ids[part], positions[part], near[part])
-                    if last is not None:
-                        last[part].copy_(final)
-                if near is not out:
-                    out.copy_(near)
+                    if near_last is not None:
+                        near_last[part].copy_(final)
+                return self._carry([(near, out), (near_last, last)])
         except torch.OutOfMemoryError as error:
             raise TargetError(
                 f"out of memory on {self.target.device} while computing a row of {len(row.input_ids)} tokens: {error}",
@@ -182,6 +189,29 @@ class Capture:
         final: torch.Tensor = output[0][0]
         return final
 
+    def _near(self, far: torch.Tensor) -> torch.Tensor:
+        """`far`, or memory for the same on the target's device."""
+        device = self.target.device
+        return far if far.device == device else torch.empty_like(far, device=device)
+
+    def _carry(self, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> Arrival:
+        """Copy each first tensor into the second if it is another one: on CUDA on `_copies`, after what the current stream has queued."""
+        moves = [(near, far) for near, far in pairs if near is not None and far is not None and near is not far]
+        if self._copies is None or not moves:
+            for near, far in moves:
+                far.copy_(near)
+            return ARRIVED
+        self._copies.wait_stream(torch.cuda.current_stream(self.target.device))
+        try:
+            with torch.cuda.stream(self._copies):
+                for near, far in moves:
+                    far.copy_(near, non_blocking=True)
+                    near.record_stream(self._copies)
+            return self._copies.record_event(torch.cuda.Event(blocking=True))
+        except BaseException:
+            self._copies.synchronize()  # whoever gets the error may use the buffers again
+            raise
+
     def _inputs(self, row: TokenRow) -> tuple[torch.Tensor, torch.Tensor]:
         ids = row.input_ids.astype(np.int64)
         rows = self.target.info.vocab_size
@@ -191,7 +221,14 @@ class Capture:
                 "prepare the data again with this target's tokenizer",
             )
         positions = row.position_ids.astype(np.int64)
-        return torch.from_numpy(ids).to(self.target.device), torch.from_numpy(positions).to(self.target.device)
+        return self._on_device(ids), self._on_device(positions)
+
+    def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        """On CUDA without waiting for what the device has to do, as a copy from pageable memory would."""
+        tensor = torch.from_numpy(numbers)
+        if self._copies is None:
+            return tensor.to(self.target.device)
+        return tensor.pin_memory().to(self.target.device, non_blocking=True)
 
     def _check_buffer(self, buffer: torch.Tensor, shape: tuple[int, int], name: str) -> None:
         if tuple(buffer.shape) != shape or buffer.dtype != self.target.embedding.dtype:

@@ -24,6 +24,7 @@ from dflash_mp.data.store import PreparedDataset, open_dataset
 from dflash_mp.errors import ConfigError, DataError
 from dflash_mp.monitor.samples import feeder_endpoint
 from dflash_mp.process import SAME_SIGNAL_SECONDS, die_with_parent, watch_signals
+from dflash_mp.stream.arrival import Arrival
 from dflash_mp.stream.endpoints import check_available
 from dflash_mp.stream.feeder import Compute, FeederService
 from dflash_mp.stream.handshake import expectations
@@ -113,16 +114,19 @@ def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> St
 
 
 def row_maker(dataset: PreparedDataset, capture: Capture, plan: StreamPlan) -> Compute:
-    """The function that fills a row's buffer: the taps straight from the model, the token facts from the dataset."""
+    """The function that fills a row's buffer: the taps straight from the model, the token facts from the dataset.
+
+    On a CUDA target it returns while the device computes; the row is there when the result says so.
+    """
     layout = RowLayout.of(plan)
 
-    def make(key: RowKey, buffer: torch.Tensor) -> None:
+    def make(key: RowKey, buffer: torch.Tensor) -> Arrival:
         row, views = dataset.run_row(key, plan.data.seed), layout.views(buffer)
-        capture.capture(row, views.features, views.last_hidden)
         views.input_ids.copy_(torch.from_numpy(row.input_ids))
         views.position_ids.copy_(torch.from_numpy(row.position_ids))
         views.document_ids.copy_(torch.from_numpy(row.document_ids))
         views.loss_mask.copy_(torch.from_numpy(row.loss_mask))
+        return capture.start(row, views.features, views.last_hidden)
 
     return make
 

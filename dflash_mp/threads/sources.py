@@ -136,6 +136,7 @@ def _from_target(work: Work, numbers: list[int]) -> Rows:
 
     def one_at_a_time(key: RowKey, buffer: torch.Tensor) -> None:
         with turn:
-            make(key, buffer)
+            if (arrival := make(key, buffer)) is not None:
+                arrival.synchronize()
 
     return _made_here(plan, target.embedding, target.head, one_at_a_time, numbers)

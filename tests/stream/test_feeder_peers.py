@@ -83,7 +83,7 @@ def test_no_slot_is_used_twice_at_a_time_and_all_come_back(data: st.DataObject) 
     peers = Peers(pool, ROW, 8)
     alive: dict[int, Peer] = {}
     numbers = iter(range(1, 10_000))
-    making: Job | None = None
+    making: list[Job] = []
     unreleased: list[tuple[Peer, m.Row]] = []
     for action in data.draw(st.lists(st.sampled_from("hgjfesrx"), min_size=20, max_size=60)):
         peer = alive[data.draw(st.sampled_from(sorted(alive)))] if alive else None
@@ -92,11 +92,11 @@ def test_no_slot_is_used_twice_at_a_time_and_all_come_back(data: st.DataObject) 
             alive[number] = admit(peers, number)
         elif action == "g" and peer and peer.outstanding < OUTSTANDING:
             ask(peers, peer, next(numbers))
-        elif action == "j" and making is None:
-            making = peers.next_job(0)
-        elif action in "fe" and making is not None:
-            peers.finish(making, 0) if action == "f" else peers.fail(making, "no", True)
-            making = None
+        elif action == "j" and len(making) < 2:
+            making += [job] if (job := peers.next_job(0)) is not None else []
+        elif action in "fe" and making:
+            job = making.pop(data.draw(st.integers(0, len(making) - 1)))
+            peers.finish(job, 0) if action == "f" else peers.fail(job, "no", True)
         elif action == "s" and peer:
             unreleased += [(peer, row) for row in send_all(peers, peer) if isinstance(row, m.Row)]
         elif action == "r" and unreleased:
@@ -107,12 +107,12 @@ def test_no_slot_is_used_twice_at_a_time_and_all_come_back(data: st.DataObject) 
             peers.remove(peer)
             alive = {n: p for n, p in alive.items() if p is not peer}
         used = Counter(t.slot.index for p in alive.values() for t in p.transfers.values())
-        if making is not None and making.peer.gone:
-            used[making.transfer.slot.index] += 1
+        used.update(job.transfer.slot.index for job in making if job.peer.gone)
+        assert (peers.busy[0] if peers.busy else None) == (making[0].key if making else None)
         assert not used or max(used.values()) == 1
         assert sum(used.values()) + len(pool._free) == pool.made <= pool.capacity
-    if making is not None:
-        peers.finish(making, 0)
+    for job in making:
+        peers.finish(job, 0)
     for peer in alive.values():
         peers.remove(peer)
     assert len(pool._free) == pool.made
