@@ -112,6 +112,11 @@ class StreamConfig(_Section):
     """How a drafter takes rows from feeders. Sizes in MiB, times in seconds."""
 
     window_mib: float = Field(256, gt=0, description="bytes of rows held or asked for ahead, per rank")
+    wire_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="hidden states on their way: auto: as the target computes them; fp8: a byte each, with a scale for each token and tap. "
+        "The same on both sides, and for the whole run",
+    )
     connect_seconds: float = Field(120, gt=0, description="longest wait for a feeder at start-up")
     row_seconds: float = Field(300, gt=0, description="longest wait for one row before the rank gives up")
     silent_seconds: float = Field(15, gt=0, description="a feeder that answers nothing for so long is taken for dead")

@@ -55,7 +55,7 @@ def synthetic_plan(
 
 def synthetic_expectations(plan: StreamPlan) -> Expectations:
     """What a drafter of this plan's run would say."""
-    return Expectations(RUN, plan.data.seed, plan.data.row_tokens)
+    return Expectations(RUN, plan.data.seed, plan.data.row_tokens, wire_dtype=plan.target.wire_dtype)
 
 
 def synthetic_row(key: RowKey, buffer: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ def expectations(config: RunConfig) -> Expectations:
         seed=config.seed,
         row_tokens=config.data.row_tokens,
         layer_ids=None if layer_ids is None else tuple(layer_ids),
+        wire_dtype=config.stream.wire_dtype,
     )
 
 
@@ -68,6 +69,7 @@ def unmet(expects: Expectations, plan: StreamPlan) -> list[str]:
         "data.row_tokens": (expects.row_tokens, plan.data.row_tokens),
         "dataset fingerprint": (expects.dataset, plan.data.dataset),
         "target.layer_ids": (expects.layer_ids, plan.target.layer_ids),
+        "stream.wire_dtype": (expects.wire_dtype, plan.target.wire_dtype),
     }
     return [
         f"{name}: {wanted} wanted, {served} served"

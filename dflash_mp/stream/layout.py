@@ -3,12 +3,14 @@
     features [T, K·H] (dtype of the target) | input_ids int32 [T] | position_ids int32 [T] | document_ids int32 [T] | loss_mask uint8 [T]
     | last_hidden [T, H] (like the features; for distillation only)
 
-Each part starts at a multiple of 64 bytes. The features come first so that the target writes its taps in place and a drafter can copy
+With `wire_dtype: fp8` features and last hidden state are float8_e4m3fn, and after all else come their scales (`fp8_rows`), float32 [T, K] and
+[T, 1]. Each part starts at a multiple of 64 bytes. The features come first so that the target writes its taps in place and a drafter can copy
 the whole row to its device in one transfer; nothing is ever re-packed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +25,8 @@ FLOAT_TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DT
 class RowTensors:
     """Views of one row. `features` [T, K·H]; the others [T]: int32 ids, positions, documents, and uint8 loss mask.
 
-    `last_hidden` [T, H] is the target's, after its final norm; None in a stream without it.
+    `last_hidden` [T, H] is the target's, after its final norm; None in a stream without it. The scales [T, K] and [T, 1] are None
+    unless features and last hidden state are in fp8.
     """
 
     features: torch.Tensor
@@ -32,6 +35,22 @@ class RowTensors:
     document_ids: torch.Tensor
     loss_mask: torch.Tensor
     last_hidden: torch.Tensor | None = None
+    feature_scales: torch.Tensor | None = None
+    last_scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One tensor of a row: a field of `RowTensors`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -39,41 +58,40 @@ class RowLayout:
     """Where the parts of a row lie. `nbytes` is the size of a row's buffer."""
 
     row_tokens: int
-    feature_width: int
-    dtype: torch.dtype
-    offsets: tuple[int, ...]  # in the order of the parts
+    dtype: torch.dtype  # of the target's hidden states
+    parts: tuple[_Part, ...]
     nbytes: int
-    last_width: int = 0  # H, or 0 without the last hidden state
 
     @staticmethod
     def of(plan: StreamPlan) -> RowLayout:
-        tokens, width = plan.data.row_tokens, plan.target.feature_width
-        dtype = FLOAT_TYPES[plan.target.dtype]
-        last = plan.target.hidden_size if plan.target.last_hidden else 0
-        sizes = [tokens * width * dtype.itemsize, 4 * tokens, 4 * tokens, 4 * tokens, tokens]
-        sizes += [tokens * last * dtype.itemsize] if last else []
-        offsets, end = [], 0
-        for size in sizes:
-            offsets.append(end)
-            end += -(-size // _ALIGN) * _ALIGN
-        return RowLayout(tokens, width, dtype, tuple(offsets), end, last)
+        tokens, target = plan.data.row_tokens, plan.target
+        dtype = FLOAT_TYPES[target.dtype]
+        fp8 = target.wire_dtype == "fp8"
+        on_wire = torch.float8_e4m3fn if fp8 else dtype
+        tensors: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+            ("features", (tokens, target.feature_width), on_wire),
+            ("input_ids", (tokens,), torch.int32),
+            ("position_ids", (tokens,), torch.int32),
+            ("document_ids", (tokens,), torch.int32),
+            ("loss_mask", (tokens,), torch.uint8),
+        ]
+        if target.last_hidden:
+            tensors.append(("last_hidden", (tokens, target.hidden_size), on_wire))
+        if fp8:
+            tensors.append(("feature_scales", (tokens, len(target.layer_ids)), torch.float32))
+        if fp8 and target.last_hidden:
+            tensors.append(("last_scales", (tokens, 1), torch.float32))
+        parts, end = [], 0
+        for name, shape, kind in tensors:
+            parts.append(_Part(name, shape, kind, end))
+            end += -(-parts[-1].nbytes // _ALIGN) * _ALIGN
+        return RowLayout(tokens, dtype, tuple(parts), end)
 
     def views(self, buffer: torch.Tensor) -> RowTensors:
         """Typed views of `buffer`, a uint8 tensor of `nbytes` bytes on any device. Nothing is copied."""
-        t = self.row_tokens
-        features, ids, positions, documents, mask = self.offsets[:5]
-
-        def part(offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-            return buffer[offset : offset + nbytes].view(dtype)
-
-        def states(offset: int, width: int) -> torch.Tensor:
-            return part(offset, t * width * self.dtype.itemsize, self.dtype).view(t, width)
-
         return RowTensors(
-            states(features, self.feature_width),
-            part(ids, 4 * t, torch.int32),
-            part(positions, 4 * t, torch.int32),
-            part(documents, 4 * t, torch.int32),
-            part(mask, t, torch.uint8),
-            states(self.offsets[5], self.last_width) if self.last_width else None,
+            **{
+                part.name: buffer[part.offset : part.offset + part.nbytes].view(part.dtype).view(part.shape)
+                for part in self.parts
+            }
         )

@@ -20,7 +20,7 @@ import msgpack
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import FOR_PEOPLE, LATER, ProtocolError, Rule, at_most, between, plain, reader, shown
-from dflash_mp.stream.plan import DTYPES, StreamPlan
+from dflash_mp.stream.plan import DTYPES, WIRE_DTYPES, StreamPlan
 from dflash_mp.stream.software import Software
 
 VERSION = 1
@@ -51,6 +51,7 @@ class Expectations:
     row_tokens: Count
     dataset: Name | None = None  # fingerprint of the prepared dataset
     layer_ids: Annotated[tuple[int, ...], at_most(256)] | None = None
+    wire_dtype: Name = field(default="auto", metadata=LATER)
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,8 @@ def check_plan(plan: StreamPlan) -> None:
             raise ValueError(f"{name} must be from {low} to {high}, not {value}")
     if target.dtype not in DTYPES:
         raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, not {shown(target.dtype)}")
+    if target.wire_dtype not in WIRE_DTYPES:
+        raise ValueError(f"target.wire_dtype must be one of {', '.join(WIRE_DTYPES)}, not {shown(target.wire_dtype)}")
     if not target.name.isprintable():
         raise ValueError(f"target.name must be printable, not {shown(target.name)}")
     if wrong := [i for i in target.layer_ids if not 0 <= i < target.num_layers]:

@@ -14,6 +14,7 @@ from typing import Any
 from dflash_mp.stream.codec import LATER, plain
 
 DTYPES = ("float32", "bfloat16", "float16")  # of features, embedding and head
+WIRE_DTYPES = ("auto", "fp8")  # of hidden states in a row: the target's dtype, or a byte each (`fp8_rows`)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class TargetInfo:
     logit_softcap: float | None = None  # Gemma: tanh(logits / cap) · cap
     logit_scale: float = 1.0  # Granite, Cohere: logits · scale
     last_hidden: bool = field(default=False, metadata=LATER)  # rows carry the last hidden state, too
+    wire_dtype: str = field(default="auto", metadata=LATER)  # one of WIRE_DTYPES
 
     @property
     def feature_width(self) -> int:

@@ -55,7 +55,7 @@ def test_a_stream_without_the_last_hidden_state_is_what_it_was() -> None:
     assert plain(more)["target"]["last_hidden"] is True
     assert more.fingerprint() != PLAN.fingerprint()
     before, after = RowLayout.of(PLAN), RowLayout.of(more)
-    assert after.offsets[:5] == before.offsets
+    assert after.parts[:5] == before.parts
     assert after.nbytes - before.nbytes == PLAN.data.row_tokens * PLAN.target.hidden_size * 4
     assert before.views(torch.zeros(before.nbytes, dtype=torch.uint8)).last_hidden is None
 

@@ -65,7 +65,8 @@ def test_a_row_of_several_chunks_arrives_whole_and_aligned(tmp_path: Path) -> No
             assert row.buffer.data_ptr() % 64 == 0
             assert row.tensors.features.shape == (1024, 2 * 2304)
             assert row.tensors.features.dtype == torch.bfloat16
-            assert row.tensors.loss_mask.data_ptr() == row.buffer.data_ptr() + layout.offsets[4]  # views, not copies
+            mask = row.tensors.loss_mask
+            assert mask.data_ptr() == row.buffer.data_ptr() + layout.parts[4].offset  # views, not copies
 
 
 @pytest.mark.parametrize("tied", [False, True])

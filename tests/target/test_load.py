@@ -65,6 +65,7 @@ def test_the_facts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         "logit_softcap": None,
         "logit_scale": 1.0,
         "last_hidden": False,
+        "wire_dtype": "auto",
     }
 
 
