@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import stream_client
 import torch
 from feeder_process import until
 from stream_client import client_of, keys, take_all
@@ -81,7 +82,10 @@ def serving(tmp_path: Path, device: Device) -> Iterator[tuple[FeederService, thr
             assert not thread.is_alive()
 
 
-def test_one_row_is_started_before_the_one_before_has_arrived_and_they_come_in_order(tmp_path: Path) -> None:
+def test_one_row_is_started_before_the_one_before_has_arrived_and_they_come_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_client, "SHARED_MEMORY", True)  # in-band there are no slots for more
     device = Device()
     with serving(tmp_path, device) as (service, _), client_of([service.endpoint], rows=4) as client:
         client.connect()
