@@ -1,6 +1,6 @@
 """From rows in host memory to a micro-batch on the rank's device.
 
-On a CPU the features of a single row are used where they lie, in the slot that received them. On CUDA each row is one copy on a side stream,
+On a CPU the features of a single row are used where they lie, in the slot that received them, unless they came in fp8. On CUDA each row is one copy on a side stream,
 overlapped with the computation before it, also with the last of the step before; its slot is given back when the copy is done. Rows that do not exist (the global batch does
 not divide evenly) are empty: no document, no anchor.
 """
@@ -18,6 +18,7 @@ from dflash_mp.drafter.rows import RowSource, TakenRow
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.client_patience import StoppedWaiting
+from dflash_mp.stream.fp8_rows import dequantise
 from dflash_mp.stream.layout import RowLayout, RowTensors
 
 # Held-out rows draw their anchors from another stream of random numbers than the training rows with the same ordinals.
@@ -144,7 +145,7 @@ class BatchLoader:
         )
         copied = None
         if self._copies is None:
-            stacked = _stack(rows)
+            stacked = _stack(rows, self._layout.dtype)
         else:
             stacked, blocks, copied = self._copy(buffers, blocks, self._copies)
         features, positions, documents, last = stacked
@@ -171,7 +172,7 @@ class BatchLoader:
             for row, buffer in zip(on_device, buffers, strict=True):
                 row.copy_(buffer, non_blocking=True)
             blocks = blocks.to(self._device)
-            stacked = _stack([self._layout.views(row) for row in on_device])
+            stacked = _stack([self._layout.views(row) for row in on_device], self._layout.dtype)
             copied = torch.cuda.Event()
             copied.record(stream)
         return stacked, blocks, copied
@@ -188,14 +189,20 @@ class BatchLoader:
 _Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
-def _stack(rows: Sequence[RowTensors]) -> _Stacked:
-    """Features, positions, documents and last hidden states with a batch dimension; a single row is not copied."""
-    features, positions, documents = (
-        _batched(column)
-        for column in zip(*((row.features, row.position_ids, row.document_ids) for row in rows), strict=True)
-    )
+def _stack(rows: Sequence[RowTensors], dtype: torch.dtype) -> _Stacked:
+    """Features, positions, documents and last hidden states with a batch dimension; a single row that isn't in fp8 is not copied.
+
+    `dtype` is that of the target, in which hidden states come out.
+    """
+    features = _states([row.features for row in rows], [row.feature_scales for row in rows], dtype)
+    positions, documents = _batched([row.position_ids for row in rows]), _batched([row.document_ids for row in rows])
     last = [row.last_hidden for row in rows if row.last_hidden is not None]
-    return features, positions, documents, _batched(last) if last else None
+    return features, positions, documents, _states(last, [row.last_scales for row in rows], dtype) if last else None
+
+
+def _states(values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    known = [scale for scale in scales if scale is not None]
+    return dequantise(list(zip(values, known, strict=True)), dtype) if known else _batched(values)
 
 
 def _batched(column: Sequence[torch.Tensor]) -> torch.Tensor:

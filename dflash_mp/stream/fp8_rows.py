@@ -15,27 +15,21 @@ from collections.abc import Sequence
 import torch
 
 LARGEST = 448.0  # of float8_e4m3fn
-_SMALLEST = torch.finfo(torch.float32).tiny  # of a scale: smaller numbers are subnormal, and a device may take them for 0
+_SMALLEST = torch.finfo(
+    torch.float32
+).tiny  # of a scale: smaller numbers are subnormal, and a device may take them for 0
 
 
 def quantise(states: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     """Write `states` [T, K·H], of any floating type, as `values` [T, K·H] float8_e4m3fn and `scales` [T, K] float32.
 
-    Where those lie on another device they are computed beside `states` and go over in one transfer each.
+    All lie on one device. On CUDA the work is queued on the current stream.
     """
-    device = states.device
-    near_values, near_scales = (
-        part if part.device == device else torch.empty_like(part, device=device) for part in (values, scales)
-    )
     taps = scales.shape[1]
-    for tap, (part, place) in enumerate(zip(states.chunk(taps, 1), near_values.chunk(taps, 1), strict=True)):
+    for tap, (part, place) in enumerate(zip(states.chunk(taps, 1), values.chunk(taps, 1), strict=True)):
         scale = (part.abs().amax(1).float() / LARGEST).clamp_min_(_SMALLEST)
         place.copy_(part / scale[:, None])
-        near_scales[:, tap] = scale
-    if near_values is not values:
-        values.copy_(near_values)
-    if near_scales is not scales:
-        scales.copy_(near_scales)
+        scales[:, tap] = scale
 
 
 def dequantise(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,8 @@ class Capture:
     def __init__(self, target: Target, *, last_hidden: bool = False, keep_target: bool = False) -> None:
         anatomy = _whole(target)
         self.target = target
-        self._last_hidden = last_hidden
+        #: Whether a row's last hidden state is asked for.
+        self.last_hidden = last_hidden
         self._keep_target = keep_target
         self._multi_axis = "mrope_section" in (getattr(anatomy.config, "rope_parameters", None) or {})
         self._destination: torch.Tensor | None = None
@@ -76,21 +78,50 @@ class Capture:
         """
         info = self.target.info
         self._check_buffer(out, (len(row.input_ids), info.feature_width), "out")
-        if (last is not None) != self._last_hidden:
+        if (last is not None) != self.last_hidden:
             raise ValueError("`last` must be given if, and only if, the capture was built with last_hidden")
         if last is not None:
             self._check_buffer(last, (len(row.input_ids), info.hidden_size), "last")
         ids, positions = self._inputs(row)
         spans = [Document(0, 0, len(row.input_ids))] if self.packed else list(documents(row.document_ids))
-        try:
-            near, near_last = self._near(out), None if last is None else self._near(last)
+        with self.enough_memory(row):
+            near, near_last = self.near(out), None if last is None else self.near(last)
             with torch.inference_mode():
                 for span in spans:
                     part = slice(span.start, span.stop)
                     final = self._forward(ids[part], positions[part], near[part])
                     if near_last is not None:
                         near_last[part].copy_(final)
-                return self._carry([(near, out), (near_last, last)])
+                return self.carry([(near, out), (near_last, last)])
+
+    def near(self, far: torch.Tensor) -> torch.Tensor:
+        """`far`, or memory for the same on the target's device."""
+        device = self.target.device
+        return far if far.device == device else torch.empty_like(far, device=device)
+
+    def carry(self, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> Arrival:
+        """Copy each first tensor into the second if it is another one: on CUDA on a stream of its own, after what the current one has queued."""
+        moves = [(near, far) for near, far in pairs if near is not None and far is not None and near is not far]
+        if self._copies is None or not moves:
+            for near, far in moves:
+                far.copy_(near)
+            return ARRIVED
+        self._copies.wait_stream(torch.cuda.current_stream(self.target.device))
+        try:
+            with torch.cuda.stream(self._copies):
+                for near, far in moves:
+                    far.copy_(near, non_blocking=True)
+                    near.record_stream(self._copies)
+            return self._copies.record_event(torch.cuda.Event(blocking=True))
+        except BaseException:
+            self._copies.synchronize()  # whoever gets the error may use the buffers again
+            raise
+
+    @contextmanager
+    def enough_memory(self, row: TokenRow) -> Iterator[None]:
+        """Running out of memory inside is a `TargetError` with what to do."""
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise TargetError(
                 f"out of memory on {self.target.device} while computing a row of {len(row.input_ids)} tokens: {error}",
@@ -109,7 +140,7 @@ class Capture:
         dtype = target.embedding.dtype
         out = torch.empty(len(row.input_ids), info.feature_width, dtype=dtype, device=device)
         last = (
-            torch.empty(len(row.input_ids), info.hidden_size, dtype=dtype, device=device) if self._last_hidden else None
+            torch.empty(len(row.input_ids), info.hidden_size, dtype=dtype, device=device) if self.last_hidden else None
         )
         self.capture(row, out, last)
         ids, _ = self._inputs(row)
@@ -134,7 +165,7 @@ class Capture:
     def _build_trunk(self, anatomy: Anatomy) -> nn.Module:
         """The decoder again, sharing its parameters, with hooks on the tapped layers and without those behind the last of them."""
         taps = {layer: index for index, layer in enumerate(self.target.info.layer_ids)}
-        count = len(anatomy.layers) if self._last_hidden else max(taps) + 1
+        count = len(anatomy.layers) if self.last_hidden else max(taps) + 1
         layers = []
         for number, layer in enumerate(list(anatomy.layers)[:count]):
             if number in taps:
@@ -188,29 +219,6 @@ class Capture:
             self._destination = None
         final: torch.Tensor = output[0][0]
         return final
-
-    def _near(self, far: torch.Tensor) -> torch.Tensor:
-        """`far`, or memory for the same on the target's device."""
-        device = self.target.device
-        return far if far.device == device else torch.empty_like(far, device=device)
-
-    def _carry(self, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> Arrival:
-        """Copy each first tensor into the second if it is another one: on CUDA on `_copies`, after what the current stream has queued."""
-        moves = [(near, far) for near, far in pairs if near is not None and far is not None and near is not far]
-        if self._copies is None or not moves:
-            for near, far in moves:
-                far.copy_(near)
-            return ARRIVED
-        self._copies.wait_stream(torch.cuda.current_stream(self.target.device))
-        try:
-            with torch.cuda.stream(self._copies):
-                for near, far in moves:
-                    far.copy_(near, non_blocking=True)
-                    near.record_stream(self._copies)
-            return self._copies.record_event(torch.cuda.Event(blocking=True))
-        except BaseException:
-            self._copies.synchronize()  # whoever gets the error may use the buffers again
-            raise
 
     def _inputs(self, row: TokenRow) -> tuple[torch.Tensor, torch.Tensor]:
         ids = row.input_ids.astype(np.int64)

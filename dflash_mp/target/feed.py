@@ -35,6 +35,7 @@ from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.stream.weights import FrozenWeights
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import Target, load_target
+from dflash_mp.target.quantised import QuantisedCapture
 
 log = logging.getLogger("dflash_mp.feed")
 
@@ -72,7 +73,7 @@ def feed(config: RunConfig, index: int) -> None:
         feeder_endpoint(config, index, service.counters, target.device),
     ):
         log.info(
-            "serving %s on %s: %d rows of %d tokens, layers %s of %s, %s on %s",
+            "serving %s on %s: %d rows of %d tokens, layers %s of %s, %s on %s%s",
             plan.target.name,
             service.endpoint,
             plan.data.rows,
@@ -81,6 +82,7 @@ def feed(config: RunConfig, index: int) -> None:
             plan.target.num_layers,
             plan.target.dtype,
             target.device,
+            ", sent in fp8" if plan.target.wire_dtype == "fp8" else "",
         )
         stop.serving()
         service.serve(row_maker(dataset, capture, plan), stop.event, config.feed.stats_seconds)
@@ -110,15 +112,17 @@ def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> St
                 f"{dataset.path} was prepared with the {what} {prepared}, but that of the target {target.info.name} is {present}",
                 "run dflash-mp prepare --force with this target, or set target.path to the one that it was prepared for",
             )
-    return StreamPlan(data, replace(target.info, last_hidden=config.train.objective == "distill"))
+    info = replace(target.info, last_hidden=config.train.objective == "distill", wire_dtype=config.stream.wire_dtype)
+    return StreamPlan(data, info)
 
 
 def row_maker(dataset: PreparedDataset, capture: Capture, plan: StreamPlan) -> Compute:
-    """The function that fills a row's buffer: the taps straight from the model, the token facts from the dataset.
+    """The function that fills a row's buffer: the taps straight from the model (or in fp8), the token facts from the dataset.
 
     On a CUDA target it returns while the device computes; the row is there when the result says so.
     """
     layout = RowLayout.of(plan)
+    quantised = QuantisedCapture(capture, plan.data.row_tokens) if plan.target.wire_dtype == "fp8" else None
 
     def make(key: RowKey, buffer: torch.Tensor) -> Arrival:
         row, views = dataset.run_row(key, plan.data.seed), layout.views(buffer)
@@ -126,6 +130,8 @@ def row_maker(dataset: PreparedDataset, capture: Capture, plan: StreamPlan) -> C
         views.position_ids.copy_(torch.from_numpy(row.position_ids))
         views.document_ids.copy_(torch.from_numpy(row.document_ids))
         views.loss_mask.copy_(torch.from_numpy(row.loss_mask))
+        if quantised is not None:
+            return quantised.start(key, row, views)
         return capture.start(row, views.features, views.last_hidden)
 
     return make
