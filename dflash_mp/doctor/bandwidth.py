@@ -37,6 +37,7 @@ def check_bandwidth(plans: Plans, rate: float | None, paths: Mapping[str, float]
     """`rate`: rows/s of the whole run; `paths`: bytes/s by name of the path to a feeder, every one used for its share of `feeders`."""
     info, row = plans.size.info, plans.row_bytes()
     tokens = plans.config.data.row_tokens
+    formula = "K·H + 4·K + 13" if plans.row().unpacked_nbytes else "2·K·H + 13 (4 in place of 2 in fp32)"
     per_token = f"{row / tokens:,.0f} bytes per token, {gib(row)} per row"
     if rate is None:
         findings = [green("stream", f"{per_token}; give --rows-per-second to compare the paths with what a run needs")]
@@ -45,9 +46,7 @@ def check_bandwidth(plans: Plans, rate: float | None, paths: Mapping[str, float]
             green(
                 "stream",
                 f"{per_token}; {rate:.3g} rows/s = {rate * tokens:,.0f} tokens/s need {rate * row / 1e9:.3g} GB/s",
-                (
-                    f"2·K·H + 13 bytes per token, K = {len(info.layer_ids)}, H = {info.hidden_size} (4 in place of 2 in fp32)",
-                ),
+                (f"{formula} bytes per token, K = {len(info.layer_ids)}, H = {info.hidden_size}",),
             )
         ]
     for name, carried in paths.items():

@@ -56,10 +56,19 @@ class Plans:
         own = [number for number, endpoint in enumerate(endpoints) if is_of_this_host(endpoint)]
         return own or list(range(len(endpoints)))
 
+    def row(self, row_tokens: int | None = None) -> RowLayout:
+        """A row on the stream."""
+        config = self.config
+        info = replace(
+            self.size.info,
+            last_hidden=config.train.objective == "distill",
+            wire_dtype=config.stream.wire_dtype,
+        )
+        return RowLayout.of(_plan(info, row_tokens or config.data.row_tokens))
+
     def row_bytes(self, row_tokens: int | None = None) -> int:
         """Bytes of a row on the stream."""
-        info = replace(self.size.info, last_hidden=self.config.train.objective == "distill")
-        return RowLayout.of(_plan(info, row_tokens or self.config.data.row_tokens)).nbytes
+        return self.row(row_tokens).nbytes
 
     def drafter(self, row_tokens: int | None = None) -> Memory:
         """Of a rank."""
@@ -68,9 +77,8 @@ class Plans:
         return drafter_memory(
             self.shape,
             train,
-            row_tokens or self.config.data.row_tokens,
+            self.row(row_tokens),
             width=2 if bf16 else 4,
-            feature_bytes=FLOAT_TYPES[self.size.info.dtype].itemsize,
             tied=self.size.info.tied_head,
             compiled=self.on_gpu if train.compile is None else train.compile,
         )

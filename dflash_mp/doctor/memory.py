@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dflash_mp.config import TrainConfig
 from dflash_mp.doctor.finding import gib
 from dflash_mp.drafter.shape import DrafterShape
-from dflash_mp.stream.layout import FLOAT_TYPES
+from dflash_mp.stream.layout import FLOAT_TYPES, RowLayout
 from dflash_mp.stream.plan import TargetInfo
 
 _CHUNK = 4096  # positions per pass through the head on CUDA (drafter/loss.py)
@@ -59,19 +59,16 @@ class Memory:
 def drafter_memory(
     shape: DrafterShape,
     train: TrainConfig,
-    row_tokens: int,
+    row: RowLayout,
     *,
     width: int,
-    feature_bytes: int,
     tied: bool,
     compiled: bool,
 ) -> Memory:
-    """Of one rank that computes in values of `width` bytes; `feature_bytes` is the size of a value on the stream."""
+    """Of one rank that computes in values of `width` bytes, on rows that lie as `row` says."""
     p, w = shape.parameter_count(), width
-    rows = train.micro_batch_rows
-    last_hidden = shape.hidden_size if train.objective == "distill" else 0
-    row_bytes = rows * row_tokens * ((shape.feature_width + last_hidden) * feature_bytes + 13)
-    copies = 2 + (rows > 1)
+    rows, row_tokens, fp8 = train.micro_batch_rows, row.row_tokens, row.unpacked_nbytes > 0
+    copies = 2 + (rows > 1 and not fp8)
     frozen = (1 if tied else 2) * w * shape.vocab_size * shape.hidden_size
     masters = (Term("masters", f"4·P, P = {p / 1e6:,.1f} M", 4 * p),) if w < 4 else ()
     resident = (
@@ -79,7 +76,11 @@ def drafter_memory(
         *masters,
         Term("moments", "8·P", 8 * p),
         Term("embedding and head", f"{1 if tied else 2}·{w}·V·H, frozen{', tied' if tied else ''}", frozen),
-        Term("rows", f"{copies} batches of {rows} × {row_tokens} tokens", copies * row_bytes),
+        Term(
+            "rows",
+            f"{copies} batches of {rows} × {row_tokens} tokens{', in fp8 and unpacked' if fp8 else ''}",
+            copies * rows * (row.nbytes + row.unpacked_nbytes),
+        ),
     )
     kept, recomputed = _activations(shape, train, rows * row_tokens, w, compiled)
     return Memory(resident, ((kept, _loss(shape, train, w, compiled)), (kept, recomputed)))

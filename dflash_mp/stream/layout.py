@@ -62,6 +62,12 @@ class RowLayout:
     parts: tuple[_Part, ...]
     nbytes: int
 
+    @property
+    def unpacked_nbytes(self) -> int:
+        """Bytes of the hidden states in the target's dtype where the row has them in fp8; else 0: they are used as they come."""
+        packed = (part for part in self.parts if part.dtype == torch.float8_e4m3fn)
+        return sum(math.prod(part.shape) for part in packed) * self.dtype.itemsize
+
     @staticmethod
     def of(plan: StreamPlan) -> RowLayout:
         tokens, target = plan.data.row_tokens, plan.target

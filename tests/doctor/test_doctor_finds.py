@@ -328,6 +328,11 @@ def test_a_path_that_cannot_carry_what_a_run_needs(tmp_path: Path) -> None:
     assert levels == ["red", "yellow", "green"]
     assert check_bandwidth(plans, 10.0, {"a path": 6.0 * row}, 2)[1].level == "yellow", "half of it goes another way"
     assert "40,973 bytes per token" in check_bandwidth(plans, None, {})[0].found
+    stream = config.stream.model_copy(update={"wire_dtype": "fp8"})
+    in_fp8 = Plans(config.model_copy(update={"stream": stream}), plans.size, True)
+    assert "20,513 bytes per token" in check_bandwidth(in_fp8, None, {})[0].found
+    assert check_bandwidth(in_fp8, 10.0, {"a path": 9.0 * row})[1].level == "green", "half of that is enough"
+    assert check_bandwidth(in_fp8, 10.0, {})[0].details == ("K·H + 4·K + 13 bytes per token, K = 5, H = 4096",)
     (tmp_path / "metrics.jsonl").write_text(
         '{"drafters_rows_per_second": 3.5}\n{"kind": "held_out"}\n', encoding="utf-8"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from header_only_target import DRAFTER_PARAMETERS, PARAMETERS, write_qwen3_8b
 
 from dflash_mp.bench.step import CASES, StepCase, build, make_batch
+from dflash_mp.bench.synthetic import synthetic_plan
 from dflash_mp.bench.tiny import write_tiny_target
 from dflash_mp.config import DrafterConfig, TargetConfig, TrainConfig
 from dflash_mp.doctor.memory import Memory, drafter_memory, feeder_memory
@@ -18,6 +20,7 @@ from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import TargetError
 from dflash_mp.stream.layout import RowLayout
+from dflash_mp.stream.plan import DataPlan, StreamPlan
 from dflash_mp.target.load import load_target
 
 TOLERANCE = 0.15  # of the peak that was measured on a GPU, in either direction
@@ -57,7 +60,9 @@ def of_case(case: StepCase) -> Memory:
         anchors_per_row=case.anchors,
         gradient_checkpointing=case.gradient_checkpointing,
     )
-    return drafter_memory(case.shape(), train, case.row_tokens, width=2, feature_bytes=2, tied=False, compiled=True)
+    plan = synthetic_plan(case.row_tokens, case.hidden_size)  # in bfloat16
+    row = RowLayout.of(replace(plan, target=replace(plan.target, layer_ids=case.shape().layer_ids)))
+    return drafter_memory(case.shape(), train, row, width=2, tied=False, compiled=True)
 
 
 def test_terms_follow_their_numbers(tmp_path: Path) -> None:
@@ -65,9 +70,13 @@ def test_terms_follow_their_numbers(tmp_path: Path) -> None:
     size = read_target_size(TargetConfig(path=str(write_qwen3_8b(tmp_path / "t"))), "bfloat16")
     shape = DrafterShape.from_config(DrafterConfig(), size.info)
 
-    def of(tokens: int = 4096, width: int = 2, **train: object) -> Memory:
+    def row(tokens: int, wire: str) -> RowLayout:
+        info = replace(size.info, wire_dtype=wire)
+        return RowLayout.of(StreamPlan(DataPlan("", 0, tokens, 0, 0, "", "", "default"), info))
+
+    def of(tokens: int = 4096, width: int = 2, wire: str = "auto", **train: object) -> Memory:
         options = TrainConfig.model_validate({"steps": 1, **train})
-        return drafter_memory(shape, options, tokens, width=width, feature_bytes=2, tied=False, compiled=True)
+        return drafter_memory(shape, options, row(tokens, wire), width=width, tied=False, compiled=True)
 
     for width in (2, 4):
         of_weights = [t.nbytes for t in of(width=width).resident if t.name not in ("embedding and head", "rows")]
@@ -75,11 +84,11 @@ def test_terms_follow_their_numbers(tmp_path: Path) -> None:
     assert of().nbytes > of(gradient_checkpointing=True).nbytes
     assert of(8192).nbytes > of().nbytes > of(anchors_per_row=128).nbytes
     assert of(micro_batch_rows=2).nbytes > of().nbytes
-    rows = next(term.nbytes for term in of().resident if term.name == "rows")
-    from dflash_mp.stream.plan import DataPlan, StreamPlan
-
-    layout = RowLayout.of(StreamPlan(DataPlan("", 0, 4096, 0, 0, "", "", "default"), size.info))
-    assert rows == pytest.approx(2 * layout.nbytes, rel=1e-4)
+    in_bf16, in_fp8 = (
+        next(term.nbytes for term in of(wire=wire).resident if term.name == "rows") for wire in ("auto", "fp8")
+    )
+    assert in_bf16 == 2 * row(4096, "auto").nbytes
+    assert in_fp8 == 2 * (row(4096, "fp8").nbytes + 2 * 4096 * shape.feature_width), "as it came, and in bf16"
 
 
 @pytest.mark.gpu
