@@ -38,8 +38,11 @@ class Target:
 def load_target(config: TargetConfig) -> Target:
     """Load what `config` names. Raises `TargetError` with the remedy for everything that can be wrong with it."""
     tokenizer = load_tokenizer(config)
-    model = load_model(config)
-    name = locate(config).name
+    return assemble(load_model(config), tokenizer, locate(config).name, config)
+
+
+def assemble(model: Any, tokenizer: Any, name: str, config: TargetConfig) -> Target:
+    """The target called `name` of a frozen transformers causal LM that is on its device. Raises `TargetError`."""
     anatomy = dissect(model, name)
     return Target(
         model=model,
