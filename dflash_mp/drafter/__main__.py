@@ -100,6 +100,7 @@ def _train(config: RunConfig, stop: Stopping, profile: ProfileRequest | None) ->
         report.say(
             f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {world.size} drafter process"
             f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "
+            f"rows in {plan.target.dtype if plan.target.wire_dtype == 'auto' else plan.target.wire_dtype}, "
             + (f"resuming after step {trainer.step}" if trainer.step else "from the start"),
             "training",
             step=trainer.step,
