@@ -33,8 +33,10 @@ class TargetConfig(_Section):
         "auto", description="auto: float32 on a CPU, bfloat16 on CUDA"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="transformers' attention; auto: sdpa where the model has all it needs in it, else eager"
+    attention: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto",
+        description="of a feeder's rows: packed keeps documents apart without a dense mask, the others are transformers' own; "
+        "auto: packed on CUDA where the model allows it, else sdpa where that has all the model needs, else eager",
     )
     taps: int = Field(5, ge=1, description="number of tapped layers when layer_ids is not given")
     layer_ids: list[int] | None = Field(
@@ -99,6 +101,9 @@ class FeedConfig(_Section):
         default_factory=list, description="device of each feeder; default: target.device for all"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
+    compile: bool | None = Field(
+        None, description="torch.compile the target's layers, on CUDA with a row as one CUDA graph; default: on CUDA only"
+    )
     memory_mib: float = Field(
         8192, gt=0, description="most memory of rows that a feeder holds; two per drafter are used"
     )

@@ -56,8 +56,11 @@ def feed(config: RunConfig, index: int) -> None:
     if target.device.type == "cuda":
         torch.cuda.set_device(target.device)  # for which the service pins its memory
     plan = make_plan(config, dataset, target)
-    capture = Capture(target, last_hidden=plan.target.last_hidden)
+    capture = Capture(
+        target, last_hidden=plan.target.last_hidden, row_tokens=plan.data.row_tokens, compiled=config.feed.compile
+    )
     capture.self_check(dataset.row("train", 0))
+    log.info("the target's rows: %s", capture.forward.describe())
     with (
         FeederService(
             endpoint,

@@ -33,6 +33,7 @@ class Target:
     embedding: torch.Tensor  # [V, H]
     head: torch.Tensor  # [V, H]
     anatomy: Anatomy | None
+    attention: str = "auto"  # as configured
 
 
 def load_target(config: TargetConfig) -> Target:
@@ -52,6 +53,7 @@ def assemble(model: Any, tokenizer: Any, name: str, config: TargetConfig) -> Tar
         embedding=anatomy.embedding.detach(),
         head=anatomy.head.detach(),
         anatomy=anatomy,
+        attention=config.attention,
     )
 
 

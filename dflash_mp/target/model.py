@@ -126,7 +126,7 @@ def _refuse_missing(report: dict[str, Any], source: TargetSource) -> None:
 def _attention(config: TargetConfig, model_config: Any) -> str | None:
     """What to ask transformers for; None leaves it its own choice (sdpa where the model supports it)."""
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if config.attention == "auto":
+    if config.attention in ("auto", "packed"):
         return "eager" if capped else None
     if config.attention == "sdpa" and capped:
         raise TargetError(

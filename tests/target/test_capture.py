@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from dflash_mp.bench.tiny import Family, tiny_tokenizer, write_tiny_target
 from dflash_mp.config import TargetConfig
 from dflash_mp.data.row import TokenRow
 from dflash_mp.errors import TargetError
-from dflash_mp.target import capture as capture_module
 from dflash_mp.target.capture import Capture, documents
 from dflash_mp.target.load import Target, load_target
+from dflash_mp.target.trunk import Trunk
 
 FAMILIES: list[Family] = ["qwen3", "llama", "gemma2", "mistral"]
 TAPS = [0, 1, 3]
@@ -53,7 +54,7 @@ def test_packed_documents_have_the_features_of_each_alone(directory: Path, famil
     target = load(directory, family, attention=attention)
     row = packed_row([60, 1, 7, 40], padding=9)
     capture = Capture(target, keep_target=True)
-    assert capture.packed
+    assert capture.forward.one_pass
     got = features(target, row, capture)
     for _, start, stop in documents(row.document_ids):
         states = hidden_states(target, row, start, stop)
@@ -97,7 +98,7 @@ def test_the_cut_part_is_freed_after_the_self_check_and_features_stay_the_same(d
     before = features(target, row, capture)
     capture.self_check(row)
     assert target.model is None
-    held = sum(p.numel() for p in capture._trunk.parameters())
+    held = sum(p.numel() for p in capture.forward.trunk.module.parameters())
     assert held < sum(p.numel() for p in load(directory).model.parameters()) * 0.6
     assert torch.equal(features(target, row, capture), before)
     with pytest.raises(RuntimeError, match="keep_target"):
@@ -144,25 +145,18 @@ def test_the_self_check_passes_on_a_sound_target(directory: Path, family: str, d
 
 def shift_taps(capture: Capture) -> None:
     """The off-by-one of hidden_states[id] for hidden_states[id + 1]."""
-    layers = list(capture.target.anatomy.layers)  # type: ignore[union-attr]
-    taps = {1: 0, 2: 1, 4: 2}
-    trunk = capture._trunk
-    hooked = []
-    for number, layer in enumerate(layers):
-        twin = capture_module._twin(layer)
-        if number in taps:
-            twin.register_forward_hook(capture._tap(taps[number]))
-        hooked.append(twin)
-    trunk.layers = torch.nn.ModuleList(hooked)
+    target = capture.target
+    wrong = replace(target.info, layer_ids=tuple(layer + 1 for layer in target.info.layer_ids))
+    capture.forward.trunk = Trunk(wrong, target.anatomy)  # type: ignore[arg-type]
 
 
 def forget_isolation(capture: Capture) -> None:
-    forward = capture._forward
+    trunk = capture.forward.trunk
 
-    def joined(ids: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return forward(ids, torch.arange(len(ids)), out)
+    def joined(inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return trunk(torch.stack((inputs[0], torch.arange(inputs.shape[1]), inputs[2])), out)
 
-    capture._forward = joined  # type: ignore[method-assign]
+    capture.forward.trunk = joined  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -212,9 +206,9 @@ def test_a_target_with_linear_attention_gets_its_documents_one_by_one(tmp_path: 
     target = load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 2], device="cpu"))
     row = packed_row([33, 20], padding=5)
     capture = Capture(target, keep_target=True)
-    assert not capture.packed
+    assert not capture.forward.one_pass
     capture.self_check(row)
-    capture.packed = True  # as one forward pass, state leaks from document 1 into document 2
+    capture.forward.one_pass = True  # as one forward pass, state leaks from document 1 into document 2
     with pytest.raises(TargetError, match="document 2"):
         capture.self_check(row)
 
@@ -228,7 +222,7 @@ def test_a_model_whose_masks_ignore_packing_is_found_out(directory: Path, monkey
     )
     target = load(directory)
     capture = Capture(target)
-    assert not capture.packed
+    assert not capture.forward.one_pass
     capture.self_check(packed_row([33, 20], padding=5))
 
 

@@ -26,7 +26,7 @@ def test_a_cuda_target_passes_its_self_check_and_fills_buffers_on_either_side(tm
     assert (target.device.type, target.info.dtype) == ("cuda", "bfloat16")
     row = packed_row([100, 1, 40, 60], padding=11)
     capture = Capture(target)
-    assert capture.packed
+    assert capture.forward.one_pass
     capture.self_check(row)
     near = torch.empty(212, 2 * 96, dtype=torch.bfloat16, device="cuda")
     pinned = torch.empty(212, 2 * 96, dtype=torch.bfloat16).pin_memory()

@@ -131,7 +131,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_tapped(tmp_path: Path) -> N
     target = load(tmp_path)
     assert (target.info.num_layers, target.info.hidden_size, target.info.rope_theta) == (4, 64, 1e6)
     capture = Capture(target)
-    assert capture.packed
+    assert capture.forward.one_pass
     capture.self_check(packed_row([30, 12], padding=3))
 
 
