@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dflash_mp.drafter import fp8_head
+
 _CHUNK_CUDA = 4096
 _CHUNK_CPU = 256
+_TILE = 128  # rows of a matrix product's tile
 
 
 class BlockLoss(NamedTuple):
@@ -33,6 +36,7 @@ class _Head(NamedTuple):
     softcap: float | None
     chunk: int
     compiled: bool
+    scaled: fp8_head.ScaledHead | None
 
 
 def slot_weights(block_size: int, gamma: float | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -61,12 +65,14 @@ def block_loss(
     logit_softcap: float | None = None,
     chunk: int | None = None,
     compiled: bool = False,
+    scaled: fp8_head.ScaledHead | None = None,
 ) -> BlockLoss:
     """Weighted cross-entropy of `labels` under `head`.
 
     `hidden` [b, N·B, H] are the drafter's outputs; `head` [V, H] is the target's, in its own dtype; `labels` [b, N, B] are integers;
     `weights` [b, N, B] are float32, 0 where a slot isn't scored, for example `blocks.scored * slot_weights(B)`. `chunk`: positions per pass
-    through the head; the result depends on it by rounding only. `compiled`: fuse what lies between the two products (worth it on CUDA).
+    through the head, at most; the result depends on it by rounding only. `compiled`: fuse what lies between the two products (worth it on
+    CUDA). `scaled`: the head in fp8, to multiply with instead.
     """
     size = labels.shape[-1]
     slots = hidden.unflatten(1, labels.shape[1:])[:, :, 1:].flatten(0, 2)
@@ -74,8 +80,8 @@ def block_loss(
     chosen = weight.nonzero().squeeze(1) if skips_unscored(hidden, compiled) else None
     if chosen is not None:
         slots, label, weight = slots[chosen], label[chosen], weight[chosen]
-    width = chunk or (_CHUNK_CUDA if hidden.is_cuda else _CHUNK_CPU)
-    how = _Head(head, logit_scale, logit_softcap, width, compiled)
+    width = chunk_size(len(label), hidden.is_cuda, compiled, chunk)
+    how = _Head(head, logit_scale, logit_softcap, width, compiled, scaled)
     total, right = _HeadCrossEntropy.apply(slots, label, weight, how)
     if chosen is not None:
         right = right.new_zeros(labels.numel() // size * (size - 1)).index_put_((chosen,), right)
@@ -89,6 +95,15 @@ def skips_unscored(hidden: torch.Tensor, compiled: bool) -> bool:
     return not hidden.is_cuda and not compiled
 
 
+def chunk_size(positions: int, on_cuda: bool, compiled: bool, most: int | None = None) -> int:
+    """How many positions go through the head at once: at most `most`. Compiled: in chunks as equal as tiles allow, so that one length is compiled."""
+    width = most or (_CHUNK_CUDA if on_cuda else _CHUNK_CPU)
+    if compiled and _TILE < width < positions:
+        chunks = -(-positions // width)
+        width = min(width, -(-positions // (chunks * _TILE)) * _TILE)
+    return width
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,18 +112,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         right = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        buffer = head.weight.new_empty(min(head.chunk, len(labels)), head.weight.shape[0])
-        cross_entropy = _compiled_cross_entropy() if head.compiled else _cross_entropy_in_place
-        for start in range(0, len(labels), head.chunk):
-            part = slice(start, start + head.chunk)
-            # Fresh memory for each chunk would cost a CPU a third of the product's time in page faults.
-            logits = torch.mm(hidden[part].to(buffer.dtype), head.weight.t(), out=buffer[: len(labels[part])])
-            loss, right[part], slope, factor = cross_entropy(
-                logits, labels[part], weights[part], head.scale, head.softcap
-            )
-            total += loss
-            if gradient is not None:
-                gradient[part] = (slope @ head.weight).float() * factor[:, None]
+        through_head = _through_head if head.scaled is None else _through_scaled_head
+        through_head(hidden, labels, weights, head, total, right, gradient)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
@@ -118,6 +123,57 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_total: torch.Tensor, of_right: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * of_total.to(gradient.dtype), None, None, None
+
+
+def _through_head(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    head: _Head,
+    total: torch.Tensor,
+    right: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> None:
+    """Add the loss to `total` and fill `right` and `gradient`, where it is wanted."""
+    buffer = head.weight.new_empty(min(head.chunk, len(labels)), head.weight.shape[0])
+    cross_entropy = _compiled_cross_entropy() if head.compiled else _cross_entropy_in_place
+    for start in range(0, len(labels), head.chunk):
+        part = slice(start, start + head.chunk)
+        # Fresh memory for each chunk would cost a CPU a third of the product's time in page faults.
+        logits = torch.mm(hidden[part].to(buffer.dtype), head.weight.t(), out=buffer[: len(labels[part])])
+        loss, right[part], slope, factor = cross_entropy(logits, labels[part], weights[part], head.scale, head.softcap)
+        total += loss
+        if gradient is not None:
+            torch.mul(slope @ head.weight, factor[:, None], out=gradient[part])
+
+
+def _through_scaled_head(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    head: _Head,
+    total: torch.Tensor,
+    right: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> None:
+    """The same in fp8."""
+    if head.scaled is None:
+        raise RuntimeError("there is no head in fp8")
+    for start in range(0, len(labels), head.chunk):
+        part = slice(start, start + head.chunk)
+        scored = fp8_head.score(
+            hidden[part],
+            head.scaled,
+            labels[part],
+            scale=head.scale,
+            softcap=head.softcap,
+            compiled=head.compiled,
+            differentiate=gradient is not None,
+        )
+        total += (scored.loss * weights[part]).sum()
+        right[part] = scored.right & (weights[part] > 0)
+        if gradient is not None and scored.gradient is not None:
+            torch.mul(scored.gradient, weights[part, None], out=gradient[part])
 
 
 def position_terms(

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_mp.drafter.loss import BlockLoss, position_terms, skips_unscored
-
-_CHUNK_CUDA = 4096
-_CHUNK_CPU = 256
+from dflash_mp.drafter import fp8_head
+from dflash_mp.drafter.loss import BlockLoss, chunk_size, position_terms, skips_unscored
 
 
 class FrozenHead(NamedTuple):
@@ -25,7 +23,8 @@ class FrozenHead(NamedTuple):
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     compiled: bool = False  # fuse what lies between the products (worth it on CUDA)
-    chunk: int | None = None  # positions per pass
+    chunk: int | None = None  # positions per pass, at most
+    scaled: fp8_head.ScaledHead | None = None  # the head in fp8, to multiply the drafter's hidden states with instead
 
 
 def dpace_loss(
@@ -93,7 +92,7 @@ class _PositionLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None, head: FrozenHead
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count, width = len(labels), head.chunk or (_CHUNK_CUDA if hidden.is_cuda else _CHUNK_CPU)
+        count, width = len(labels), chunk_size(len(labels), hidden.is_cuda, head.compiled, head.chunk)
         loss = torch.empty(count, dtype=torch.float32, device=hidden.device)
         right = torch.empty(count, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -101,13 +100,28 @@ class _PositionLoss(torch.autograd.Function):
         weight = head.weight
         for start in range(0, count, width):
             part = slice(start, start + width)
-            logits = hidden[part].to(weight.dtype) @ weight.t()
             told = None if teacher is None else teacher[part].to(weight.dtype) @ weight.t()
+            if head.scaled is not None:
+                scored = fp8_head.score(
+                    hidden[part],
+                    head.scaled,
+                    labels[part],
+                    told,
+                    scale=head.logit_scale,
+                    softcap=head.logit_softcap,
+                    compiled=head.compiled,
+                    differentiate=gradient is not None,
+                )
+                loss[part], right[part] = scored.loss, scored.right
+                if gradient is not None and scored.gradient is not None:
+                    gradient[part] = scored.gradient
+                continue
+            logits = hidden[part].to(weight.dtype) @ weight.t()
             loss[part], right[part], slope, factor = terms(
                 logits, told, labels[part], head.logit_scale, head.logit_softcap
             )
             if gradient is not None:
-                gradient[part] = (slope @ weight).float() * factor[:, None]
+                torch.mul(slope @ weight, factor[:, None], out=gradient[part])
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)

@@ -1,0 +1,128 @@
+"""Linear layers whose three products run in fp8: output, gradient of the input, gradient of the weight.
+
+Weights, gradients and optimizer stay as in bf16; what enters a product is rounded to e4m3 (3 bits of mantissa) under one scale per tensor, found anew
+each time from its largest magnitude. A random matrix is off by 2.6% (norm over norm) after rounding, a product of two by 3.7%. Magnitudes under
+1/28,672 of a tensor's largest lose further bits, under 1/458,752 all: gradients take e4m3, too, because what is lost
+there has no part in their norm. Scales are tensors made in the graph, so that layers share a compilation, and the passes over memory (largest
+magnitude, rounding, transposing one-byte values) are left to the compiler to fuse with what is around them.
+
+The products are PyTorch's own (`torch._scaled_mm`), on CUDA from compute capability 8.9 on. A CPU computes the same numbers, slowly. Widths must
+be multiples of 16; a layer of another width is an ordinary one, which `unscaled_layers` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dflash_mp.errors import ConfigError
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of FP8
+MULTIPLE = 16  # of the second operand's sizes
+CAPABILITY = (8, 9)  # least, of a CUDA device
+SMALLEST = 1e-30  # the largest magnitude of a tensor of zeros counts as this, so that nothing is divided by zero
+
+# Tensor cores then add up in some 14 bits throughout and not for 128 columns at a time: faster, and a product's error stays that of its operands.
+_FAST_OUTPUT, _FAST_INPUT_GRADIENT, _FAST_WEIGHT_GRADIENT = True, True, True
+
+
+class ScaledLinear(nn.Linear):
+    """`nn.Linear` without bias, multiplied in fp8. Same parameter, same name; results in the input's dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        rows = len(flat)
+        if rows % MULTIPLE:  # the gradient of the weight sums over rows
+            flat = F.pad(flat, (0, 0, 0, -rows % MULTIPLE))
+        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight)
+        return out[:rows].unflatten(0, x.shape[:-1])
+
+
+def linear(inputs: int, outputs: int, fp8: bool) -> nn.Linear:
+    """A linear layer without bias: scaled if `fp8` and its widths allow it."""
+    if fp8 and inputs % MULTIPLE == 0 and outputs % MULTIPLE == 0:
+        return ScaledLinear(inputs, outputs)
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def unscaled_layers(layers: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Names and modules of the linear layers in `layers` that multiply in their own dtype."""
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Linear) and not isinstance(module, ScaledLinear):
+            yield name, module
+
+
+def check_device(device: torch.device) -> None:
+    """Raise `ConfigError` when `device` has no products in fp8. To be called before any work."""
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        raise ConfigError(
+            f"train.precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}: "
+            f"products in fp8 need {CAPABILITY[0]}.{CAPABILITY[1]}",
+            "set train.precision to bf16 or auto, or use a GPU of the Ada or Hopper generation or a newer one",
+        )
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` as contiguous fp8 values and the float32 scalar that they are to be multiplied with. NaN and infinities come out as NaN."""
+    largest = x.abs().amax().float().clamp_min(SMALLEST)
+    return round_to_fp8(x.float() * (LARGEST / largest)), largest / LARGEST
+
+
+def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest fp8 value, contiguous; beyond the largest, that."""
+    return x.clamp(-LARGEST, LARGEST).to(FP8).contiguous()
+
+
+def multiply(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """left · rightᵀ [m, n] in `dtype`, of contiguous fp8 `left` [m, k] and `right` [n, k], n and k multiples of 16; scales are float32 scalars.
+
+    `fast`: sums keep fewer bits on the way.
+    """
+    return torch._scaled_mm(
+        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
+    )
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """x [m, k] · weightᵀ [n, k]; m, n and k are multiples of 16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        values, scale = quantise(x)
+        ctx.save_for_backward(values, scale, weight)
+        return multiply(values, scale, *quantise(weight), x.dtype, fast=_FAST_OUTPUT)
+
+    @staticmethod
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale, weight = ctx.saved_tensors
+        slopes, slope_scale = quantise(of_out)
+        weights, weight_scale = quantise(weight)
+        of_x = multiply(slopes, slope_scale, _turned(weights), weight_scale, of_out.dtype, fast=_FAST_INPUT_GRADIENT)
+        of_weight = multiply(
+            _turned(slopes), slope_scale, _turned(values), scale, weight.dtype, fast=_FAST_WEIGHT_GRADIENT
+        )
+        return of_x, of_weight
+
+
+def _turned(values: torch.Tensor) -> torch.Tensor:
+    """The transpose, in memory, too: tensor cores read both operands of an fp8 product along the columns that are summed over."""
+    return values.t().contiguous()
