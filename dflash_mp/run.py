@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import yaml
 
 from dflash_mp import __version__, logs
@@ -81,7 +82,10 @@ def plan(loaded: LoadedConfig, overrides: tuple[str, ...], profile: tuple[str, .
         )
         for i in range(len(config.feeder_endpoints()))
     ]
-    torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(config.train.drafters))
+    torchrun = ["dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(config.train.drafters)]
+    if config.train.device != "cpu" and torch.cuda.device_count() >= config.train.drafters > 1:
+        # Each sees its own GPU as number 0: compiled code is kept by the device's number, and so they share it.
+        torchrun.append("--virtual-local-rank")
     # Through `child`, so that a rank dies with torchrun while it still imports, too.
     drafters = (*python, *torchrun, "-m", "dflash_mp.child", *python, "dflash_mp.drafter", *options)
     drafters += tuple(word for text in profile for word in ("--profile", text))

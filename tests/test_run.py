@@ -54,6 +54,16 @@ def test_the_plan_starts_each_feeder_and_one_group_of_drafters(run_file: Path) -
         assert one.command[-6:] == ("--config", str(run_file), *(w for o in overrides for w in ("--set", o)))
 
 
+@pytest.mark.parametrize(("gpus", "device", "own"), [(3, "auto", True), (2, "auto", False), (3, "cpu", False)])
+def test_ranks_see_only_their_own_gpu_where_each_has_one(
+    gpus: int, device: str, own: bool, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    overrides = ("train.drafters=3", f"train.device={device}")
+    drafters = plan(load_config(run_file, overrides), overrides)[-1]
+    assert ("--virtual-local-rank" in drafters.command) == own
+
+
 def test_plan_prints_every_option_with_its_source_and_starts_nothing(run_file: Path) -> None:
     done = CliRunner().invoke(main, ["run", "-c", str(run_file), "--set", "train.steps=7", "--plan"])
     assert done.exit_code == 0, done.output

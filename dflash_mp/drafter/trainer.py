@@ -23,6 +23,7 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.drafter import schedule
 from dflash_mp.drafter.balance import Balance, RowWaits
 from dflash_mp.drafter.batch import BatchLoader, MicroBatch
+from dflash_mp.drafter.compile_order import one_first
 from dflash_mp.drafter.loss import BlockLoss
 from dflash_mp.drafter.metrics import Figures, StepSums
 from dflash_mp.drafter.model import DraftModel
@@ -113,9 +114,19 @@ def train(
 def warm_up(trainer: Trainer) -> None:
     """One forward and backward pass without rows: compiles the step while the feeders start, and settles DDP's buckets."""
     batch = trainer.loader.load([None] * trainer.config.train.micro_batch_rows)
-    with trainer.compilations.during("step"):
+
+    def both_ways() -> None:
         trainer.objective.loss(trainer.parallel, batch).total.backward()
-    trainer.optimizer.zero_gradients()
+        trainer.optimizer.zero_gradients()
+
+    def alone() -> None:
+        with _no_sync(trainer):
+            both_ways()
+
+    with trainer.compilations.during("step"):
+        if trainer.model.compiled:
+            one_first(trainer.world, alone)
+        both_ways()
 
 
 def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
@@ -214,6 +225,10 @@ def _adding_over_ranks(trainer: Trainer, last: bool) -> contextlib.AbstractConte
     """Only the last backward pass of a step adds gradients over ranks; the ones before accumulate locally."""
     if last or trainer.world.size == 1:
         return contextlib.nullcontext()
+    return _no_sync(trainer)
+
+
+def _no_sync(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
     no_sync: Callable[[], contextlib.AbstractContextManager[None]] = trainer.parallel.no_sync  # type: ignore[assignment]
     return no_sync()
 

@@ -151,7 +151,8 @@ class FeederService:
                     log.info("%s", self.status().line())
                     due = time.monotonic() + stats_seconds
             self._settle(ahead=0)
-            log.info("%s", self.status().line())  # of the time since the last such line
+            if (rest := self.status()).rows_per_second > 0:  # in the time since the last such line
+                log.info("%s", rest.line())
             bye = Bye("stopped", "the feeder was told to stop")
         finally:
             self._settle(ahead=0)  # a device writes to their buffers
