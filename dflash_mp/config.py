@@ -102,7 +102,8 @@ class FeedConfig(_Section):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
     compile: bool | None = Field(
-        None, description="torch.compile the target's layers, on CUDA with a row as one CUDA graph; default: on CUDA only"
+        None,
+        description="torch.compile the target's layers, on CUDA with a row as one CUDA graph; default: on CUDA only",
     )
     memory_mib: float = Field(
         8192, gt=0, description="most memory of rows that a feeder holds; two per drafter are used"
@@ -174,8 +175,10 @@ class TrainConfig(_Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
     eps: float = Field(1e-8, gt=0, description="AdamW")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="compute; masters are fp32. auto: fp32 on a CPU, bf16 on CUDA"
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = Field(
+        "auto",
+        description="compute; masters are fp32. auto: fp32 on a CPU, bf16 on CUDA; "
+        "fp8: bf16, but the products of the layers and of the head in e4m3 (CUDA, compute capability 8.9 and up)",
     )
     attention: Literal["auto", "flex", "sdpa"] = Field("auto", description="auto: flex on CUDA, sdpa on a CPU")
     compile: bool | None = Field(None, description="torch.compile the drafter's layers; default: on CUDA only")

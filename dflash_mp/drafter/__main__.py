@@ -18,7 +18,7 @@ import click
 
 from dflash_mp import logs
 from dflash_mp.config import RunConfig
-from dflash_mp.drafter import checkpoint, state
+from dflash_mp.drafter import arithmetic, checkpoint, state
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.step_profile import StepProfile
 from dflash_mp.drafter.stopping import Stopping
@@ -99,7 +99,7 @@ def _train(config: RunConfig, stop: Stopping, profile: ProfileRequest | None) ->
         record.follow(lambda: trainer.step)
         report.say(
             f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {world.size} drafter process"
-            f"{'es' if world.size > 1 else ''} on {world.device.type}, {trainer.model.fc.weight.dtype}, "
+            f"{'es' if world.size > 1 else ''} on {world.device.type}, {arithmetic.describe(trainer.model, trainer.objective)}, "
             f"rows in {plan.target.dtype if plan.target.wire_dtype == 'auto' else plan.target.wire_dtype}, "
             + (f"resuming after step {trainer.step}" if trainer.step else "from the start"),
             "training",

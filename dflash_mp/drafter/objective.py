@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dflash_mp.config import TrainConfig
-from dflash_mp.drafter import attention
+from dflash_mp.drafter import attention, fp8_products
 from dflash_mp.drafter.batch import MicroBatch
+from dflash_mp.drafter.fp8_head import ScaledHead
 from dflash_mp.drafter.loss import BlockLoss, block_loss, slot_weights
 from dflash_mp.drafter.model import embed
 from dflash_mp.drafter.position_loss import FrozenHead, distillation_loss, dpace_loss, teacher_states
@@ -33,6 +34,7 @@ class Objective:
     compiled: bool  # fuse what lies between the head's two products
     kind: Literal["decay", "dpace", "distill"] = "decay"
     dpace_alpha: float = 0.5
+    scaled_head: ScaledHead | None = None  # the head in fp8
 
     @staticmethod
     def of(
@@ -43,18 +45,24 @@ class Objective:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Objective:
-        """Move the target's `embedding` and `head` to `device` and `dtype`, and choose the mask. Raises `ConfigError`."""
+        """Move the target's `embedding` and `head` to `device` and `dtype`, and choose the mask. Raises `ConfigError`.
+
+        With `train.precision: fp8` the head is rounded, too, if its hidden size allows it.
+        """
         tied = embedding is head
         embedding = embedding.to(device, dtype)
+        head = embedding if tied else head.to(device, dtype)
+        in_fp8 = options.precision == "fp8" and shape.hidden_size % fp8_products.MULTIPLE == 0
         return Objective(
             shape,
             embedding,
-            embedding if tied else head.to(device, dtype),
+            head,
             mask_builder(options, device),
             slot_weights(shape.block_size, options.loss_gamma, device),
             compiles(options, device),
             options.objective,
             options.dpace_alpha,
+            ScaledHead.of(head) if in_fp8 else None,
         )
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> BlockLoss:
@@ -76,11 +84,14 @@ class Objective:
             logit_scale=self.shape.logit_scale,
             logit_softcap=self.shape.logit_softcap,
             compiled=self.compiled,
+            scaled=self.scaled_head,
         )
 
     def _position_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> BlockLoss:
         blocks = batch.blocks
-        head = FrozenHead(self.head, self.shape.logit_scale, self.shape.logit_softcap, self.compiled)
+        head = FrozenHead(
+            self.head, self.shape.logit_scale, self.shape.logit_softcap, self.compiled, scaled=self.scaled_head
+        )
         if self.kind == "dpace":
             return dpace_loss(hidden, head, blocks.labels, blocks.scored, self.dpace_alpha)
         if batch.last_hidden is None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from dflash_mp import __version__, logs
-from dflash_mp.config import RunConfig, TrainConfig
-from dflash_mp.drafter import checkpoint
+from dflash_mp.config import RunConfig
+from dflash_mp.drafter import arithmetic, checkpoint
 from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.checkpoint import Checkpoint
 from dflash_mp.drafter.model import DraftModel
@@ -54,9 +54,12 @@ def build_trainer(
         config.seed
     )  # training draws nothing from it; what a checkpoint keeps of it is the same in every run
     shape = DrafterShape.from_config(config.drafter, plan.target)
-    dtype = compute_dtype(options, device)
+    dtype = arithmetic.compute_dtype(options, device)
     objective = Objective.of(shape, embedding, head, options, device, dtype)
-    model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing)
+    model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing, fp8=options.precision == "fp8")
+    if world.rank == 0:
+        for fallback in arithmetic.fallbacks(model, objective, options, device):
+            log.warning("%s", fallback)
     model.init_weights(config.seed)
     model.to(device=device, dtype=dtype)
     optimizer = MasterAdamW(model.named_parameters(), options)
@@ -119,13 +122,6 @@ def plan_of(state: dict[str, Any], directory: Path) -> StreamPlan:
     except ProtocolError as error:
         raise CheckpointError(f"{directory / 'state.json'}: {error.what}", f"remove {directory}") from None
     return plan
-
-
-def compute_dtype(options: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype that the drafter computes in."""
-    if options.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if options.precision == "bf16" else torch.float32
 
 
 def _restore(
