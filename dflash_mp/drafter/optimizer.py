@@ -9,7 +9,7 @@ by `torch.optim.AdamW`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -55,9 +55,10 @@ class MasterAdamW:
         """
         gradients = {name: _gradient(name, p) for name, p in self.parameters.items()}
         norm, scale = self._norm_and_scale(list(gradients.values()), weight_sum)
-        if self._fused:  # the device skips the update when the norm is not finite; the host learns of it afterwards
+        read_norm = _begin_to_read(norm)
+        if self._fused:  # the device skips the update when the norm is not finite; the host learns of it meanwhile
             self._update_fused(gradients, learning_rate, scale)
-        measured = float(norm)
+        measured = read_norm()
         if not math.isfinite(measured):
             bad = next((name for name, g in gradients.items() if not bool(g.isfinite().all())), "the norm's sum")
             raise DflashError(
@@ -148,6 +149,21 @@ class MasterAdamW:
                     "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
                     "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
                 }
+
+
+def _begin_to_read(scalar: torch.Tensor) -> Callable[[], float]:
+    """What gives the value of `scalar` as it is now, without waiting for what is queued on the device after this call."""
+    if not scalar.is_cuda:
+        return lambda: float(scalar)
+    on_host = torch.empty_like(scalar, device="cpu", pin_memory=True).copy_(scalar, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(on_host)
+
+    return read
 
 
 def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor:
