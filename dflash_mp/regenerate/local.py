@@ -1,6 +1,7 @@
 """Answers by a target in this process: conversations in, answered ones out, in the order in which they end.
 
-Conversations are taken in windows, tokenised together and started longest first; a conversation with several questions comes back for the next one
+While the device writes, the host turns what has ended into text and tokenises what comes next, a few conversations at a time; they wait in a window,
+longest first, so that those read together are of one length. A conversation with several questions comes back for the next one
 as soon as it has its answer. Answers are the target's text without the token that ended it: one of the model's, or of the chat template's. An
 answer with special tokens inside is refused, since its text would be another one. What is the same
 whatever is answered beside a conversation: its random numbers; its logits up to rounding (in float32 that rarely, in bfloat16 now and then
@@ -24,7 +25,8 @@ from dflash_mp.target.load import Target
 
 _STEPS = 8  # between two looks at which texts are done
 _REFILL = 16  # slots are filled again when one in so many is free: a pass of prompts costs as much as several of single tokens
-_WINDOWS = 16  # conversations tokenised together, for each slot
+_WINDOW = 16  # questions that wait, for each slot
+_SHARE = 16  # while the device writes, conversations for one in so many slots are tokenised, or more if more have ended
 
 
 @dataclass(frozen=True)
@@ -53,42 +55,52 @@ def answer_here(
     """Answer all `conversations`; yields those that ended since the last time, perhaps none. Raises `DataError`, `TargetError`."""
     reader = _Reader(target.tokenizer, options.answers.thinking)
     slots = Slots(target, options.slots, say)
+    say(f"attention of new tokens: {slots.attention}")
     coming = iter(conversations)
     waiting: list[_Question] = []
     running: dict[int, _Question] = {}
-    checked = False
-    while True:
-        done: list[Answered] = []
-        window: list[Conversation] = []
-        if len(waiting) < options.slots.slots:
-            window = list(islice(coming, _WINDOWS * options.slots.slots))
-            fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in window], done)
-            waiting = sorted([*_room(fresh, options, done), *waiting], key=lambda question: len(question.tokens))
+    checked, more, filling = False, True, True
+    while more or waiting or running:
+        ended = [(running.pop(text.slot), text) for text in slots.take()]
         if waiting and not checked:
             slots.self_check(waiting[0].tokens)
             checked = True
-        if not waiting and not running and not window:
-            return
         _start(slots, waiting, running, options)
         if running:
-            slots.advance(_STEPS)
-        ended = [(running.pop(text.slot), text) for text in slots.take()]
-        follow_up: list[tuple[Conversation, int, list[Message], int]] = []
-        for (question, text), answer in zip(ended, reader.answers([text for _, text in ended]), strict=True):
-            lost = reader.lost(text)
-            if lost:
-                why = f"its answer holds {', '.join(lost)}, which plain text can't keep: serve the target and give --server"
-                done.append(Answered(question.conversation, question.messages, "refused", question.written, why))
-                continue
-            messages = [*question.messages, {"role": "assistant", "content": answer}]
-            written, parts = question.written + len(text.tokens), question.conversation.parts
-            if text.stopped and question.turn + 1 < len(parts):
-                further = [*messages, *parts[question.turn + 1]]
-                follow_up.append((question.conversation, question.turn + 1, further, written))
-            else:
-                done.append(Answered(question.conversation, messages, "stop" if text.stopped else "length", written))
+            slots.advance(_STEPS)  # the device goes on while the rest is done
+        done: list[Answered] = []
+        follow_up = _conclude(ended, reader, done)
         waiting += _room(reader.questions(follow_up, done), options, done)
+        count = options.slots.slots
+        filling = len(waiting) < (_WINDOW * count if filling else count)
+        if more and filling:
+            wanted = max(-(-count // _SHARE), 2 * len(ended)) if running else count
+            chunk = list(islice(coming, wanted))
+            fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in chunk], done)
+            waiting = sorted([*_room(fresh, options, done), *waiting], key=lambda question: len(question.tokens))
+            more = bool(chunk)
         yield done
+
+
+def _conclude(
+    ended: list[tuple[_Question, Text]], reader: _Reader, done: list[Answered]
+) -> list[tuple[Conversation, int, list[Message], int]]:
+    """What became of questions: those of a conversation that goes on are returned with its next one, as `_Reader.questions` takes them."""
+    follow_up = []
+    for (question, text), answer in zip(ended, reader.answers([text for _, text in ended]), strict=True):
+        lost = reader.lost(text)
+        if lost:
+            why = f"its answer holds {', '.join(lost)}, which plain text can't keep: serve the target and give --server"
+            done.append(Answered(question.conversation, question.messages, "refused", question.written, why))
+            continue
+        messages: list[Message] = [*question.messages, {"role": "assistant", "content": answer}]
+        written, parts = question.written + len(text.tokens), question.conversation.parts
+        if text.stopped and question.turn + 1 < len(parts):
+            further = [*messages, *parts[question.turn + 1]]
+            follow_up.append((question.conversation, question.turn + 1, further, written))
+        else:
+            done.append(Answered(question.conversation, messages, "stop" if text.stopped else "length", written))
+    return follow_up
 
 
 def _start(slots: Slots, waiting: list[_Question], running: dict[int, _Question], options: LocalOptions) -> None:

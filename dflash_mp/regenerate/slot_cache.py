@@ -69,10 +69,11 @@ class SlotCache(Cache):
 class SlotMasks:
     """The attention masks of a transformers text model with this `config`, in the form that its forward takes.
 
-    Raises `TargetError` for a model whose layers see or remember in another way than full or sliding attention.
+    With `spans` they are those of `slot_attention`: a slot's first and last visible place for single tokens, none for prompts where
+    all before is seen. Raises `TargetError` for a model whose layers see or remember in another way than full or sliding attention.
     """
 
-    def __init__(self, config: Any, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, name: str, dtype: torch.dtype, *, spans: bool = False) -> None:
         kinds = set(getattr(config, "layer_types", None) or ())
         if (
             keeps_state(config)
@@ -88,22 +89,34 @@ class SlotMasks:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         self._window = int(window) if window and (self._kinds or not kinds) else None
         self._additive = dtype if config._attn_implementation == "eager" else None
+        self._spans = spans
 
     def of_prompts(self, length: int, device: torch.device) -> Any:
         """For prompts padded at their ends to `length` tokens."""
+        all_before = self._window is None or length <= self._window
+        if self._spans and all_before:
+            return self._of_layers(None, None)
         places = torch.arange(length, device=device)
-        return self._masks(places[None, :, None], places[None, None, :])
+        full, near = self._visible(places[None, :, None], places[None, None, :])
+        return self._of_layers(None if self._spans else self._form(full), self._form(near))
 
     def of_tokens(self, positions: torch.Tensor, width: int) -> Any:
         """For one token per slot at `positions` [slots], looking at the first `width` places."""
-        return self._masks(positions[:, None, None], torch.arange(width, device=positions.device)[None, None, :])
+        if self._spans:
+            last = positions[:, None, None]
+            first = last - last if self._window is None else (last - (self._window - 1)).clamp_min(0)
+            return self._of_layers(torch.stack((last - last, last), -1), torch.stack((first, last), -1))
+        full, near = self._visible(
+            positions[:, None, None], torch.arange(width, device=positions.device)[None, None, :]
+        )
+        return self._of_layers(self._form(full), self._form(near))
 
-    def _masks(self, query: torch.Tensor, key: torch.Tensor) -> Any:
+    def _visible(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         full = key <= query
-        near = full if self._window is None else full & (key > query - self._window)
-        if self._kinds:
-            return {kind: self._form(near if kind == _SLIDING else full) for kind in self._kinds}
-        return self._form(near)
+        return full, full if self._window is None else full & (key > query - self._window)
+
+    def _of_layers(self, full: Any, near: Any) -> Any:
+        return {kind: near if kind == _SLIDING else full for kind in self._kinds} if self._kinds else near
 
     def _form(self, visible: torch.Tensor) -> torch.Tensor:
         mask = visible[:, None]

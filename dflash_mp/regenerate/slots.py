@@ -4,13 +4,16 @@ One forward pass gives every slot its next token, in one of a few fixed shapes; 
 between two looks at it nothing waits for Python. Slots become free one by one and are filled again. Bounds: memory is
 slots × longest text × (keys and values of a token), allocated with the first prompt; a device that lacks it is a `TargetError`.
 
-On CUDA the forward pass of each shape is recorded once as a CUDA graph; a model that can't be recorded runs without, with a notice.
+New tokens attend by `slot_attention` (its docstring has the floor of a step); a model that takes no attention but its own keeps that, with a
+notice that says what it costs. On CUDA the forward pass of each shape is recorded once as a CUDA graph; a model that can't be recorded runs
+without, with a notice. With the kernel of `slot_attention` there is one shape, otherwise one for each width of the cache that is looked at.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +25,8 @@ import torch
 from dflash_mp.decode.sampling import Sampling
 from dflash_mp.errors import TargetError
 from dflash_mp.regenerate.choice import choose
+from dflash_mp.regenerate.norms import fusable, fused
+from dflash_mp.regenerate.slot_attention import Way, obstacle, way_of
 from dflash_mp.regenerate.slot_cache import SlotCache, SlotMasks
 from dflash_mp.target.load import Target
 
@@ -34,13 +39,17 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """`slots` texts at once, each of at most `max_new_tokens` after its prompt, up to and including one of `stop_tokens`."""
+    """`slots` texts at once, each of at most `max_new_tokens` after its prompt, up to and including one of `stop_tokens`.
+
+    `own_forward`: by the model's own attention and norms, to compare with.
+    """
 
     slots: int
     max_new_tokens: int
     stop_tokens: tuple[int, ...]
     sampling: Sampling
     cuda_graphs: bool = True
+    own_forward: bool = False
 
 
 class Text(NamedTuple):
@@ -58,7 +67,10 @@ class Slots:
         if target.anatomy is None:
             raise ValueError("the target's model was freed")
         self._target, self._options, self._say = target, options, say
-        self._masks = SlotMasks(target.anatomy.config, target.info.name, target.embedding.dtype)
+        self._config = target.anatomy.config
+        self._norms = [] if options.own_forward else fusable(target.anatomy.decoder)
+        why_own = "asked for" if options.own_forward else obstacle(target.model, target.anatomy.decoder, self._config)
+        self._use(None if why_own else self._best_way(), why_own)
         self._multi_axis = "mrope_section" in (getattr(target.anatomy.config, "rope_parameters", None) or {})
         known = inspect.signature(target.model.forward).parameters
         self._cache_argument = "cache" if "cache" in known else "past_key_values"
@@ -77,6 +89,13 @@ class Slots:
         self._pool = None if self._graphs is None else torch.cuda.graph_pool_handle()
         self._cache.positions = self._positions
 
+    @property
+    def attention(self) -> str:
+        """How new tokens attend, for people."""
+        if self._way is None:
+            return f"the model's own, {self._config._attn_implementation}"
+        return "a kernel that reads each text's own places" if self._by_kernel else "grouped heads over all places"
+
     def free(self) -> list[int]:
         """Slots that hold no text."""
         return np.flatnonzero(~self._occupied).tolist()
@@ -85,43 +104,54 @@ class Slots:
         self, slots: Sequence[int], prompts: Sequence[Sequence[int]], numbers: Sequence[npt.NDArray[np.float64]]
     ) -> None:
         """Put `prompts` (at least one token each) into free `slots`, each with the random `numbers` [max_new_tokens] of its answer."""
-        device = self._target.device
         self._make_room(max(map(len, prompts)) + self._options.max_new_tokens)
-        where = torch.tensor(slots, device=device)
+        where = self._put(np.array(slots))
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for group in _groups([(i, len(prompts[i]) - 1) for i in order]):
             self._read([slots[i] for i in group], [prompts[i][:-1] for i in group])
-        ends = torch.tensor([[prompt[-1], len(prompt) - 1] for prompt in prompts], device=device)
+        ends = self._put(np.array([[prompt[-1], len(prompt) - 1] for prompt in prompts]))
         self._tokens[where], self._positions[where] = ends[:, 0], ends[:, 1]
         self._counts[where], self._stopped[where], self._live[where] = 0, False, True
         if not self._options.sampling.greedy:
-            self._numbers[where] = torch.from_numpy(np.stack(numbers)).to(device)
+            self._numbers[where] = self._put(np.stack(numbers))
         self._reach[list(slots)] = [len(prompt) - 1 for prompt in prompts]
         self._occupied[list(slots)] = True
 
     def advance(self, steps: int) -> None:
         """Write up to `steps` more tokens in every slot; returns before the device is done."""
         for _ in range(steps):
-            reach = int(self._reach[self._occupied].max(initial=0)) + 1
-            width = min(-(-reach // _WIDTHS) * _WIDTHS, self._cache.capacity)
-            self._guarded(partial(self._step, width))
+            self._guarded(partial(self._step, self._width()))
             self._reach += 1
 
     def take(self) -> list[Text]:
         """The texts that are done, whose slots are free from now on; waits for the device."""
-        live = self._live.cpu().numpy()
-        done = np.flatnonzero(self._occupied & ~live)
+        live, counts, stopped = torch.stack((self._live, self._counts, self._stopped)).cpu().numpy()
+        done = np.flatnonzero(self._occupied & (live == 0))
         if not len(done):
             return []
-        where = torch.from_numpy(done).to(self._target.device)
-        counts, stopped = self._counts[where].tolist(), self._stopped[where].tolist()
-        written = self._written[where, : max(counts)].cpu().numpy()
+        written = self._written[self._put(done), : int(counts[done].max())].cpu().numpy()
         self._occupied[done] = False
-        return [Text(int(slot), written[n, : counts[n]].tolist(), stopped[n]) for n, slot in enumerate(done)]
+        return [
+            Text(int(slot), row[: counts[slot]].tolist(), bool(stopped[slot]))
+            for slot, row in zip(done, written, strict=True)
+        ]
 
     def self_check(self, prompt: Sequence[int]) -> None:
         """Compare the logits of the last tokens of `prompt` (at most 64 are used) with the model's own forward pass. Before the first fill."""
-        ids = list(prompt)[:64]
+        allowed = _TOLERANCE[self._target.embedding.dtype]
+        error = self._error(list(prompt)[:64])
+        if not error <= allowed and self._way is not None:
+            self._use(None, f"with {self.attention} its logits differed by {error:.2g} of their length")
+            error = self._error(list(prompt)[:64])
+        if not error <= allowed:
+            raise TargetError(
+                f"{self._target.info.name} failed its self-check: with many texts side by side its logits differ from its own forward "
+                f"pass by {error:.2g} of their length",
+                "serve this target with vLLM or SGLang, and give --server",
+            )
+
+    def _error(self, ids: list[int]) -> float:
+        """The largest error of the logits after one of the last tokens of `ids`, over their length."""
         apart = min(4, len(ids))
         self._make_room(len(ids))
         target = self._target
@@ -129,18 +159,48 @@ class Slots:
             own = target.model(input_ids=torch.tensor([ids], device=target.device), use_cache=False).logits[0, -apart:]
         if len(ids) > apart:
             self._read([0], [ids[:-apart]])
+        self._live[0] = True
+        errors = []
         for place in range(len(ids) - apart, len(ids)):
             self._tokens[0], self._positions[0] = ids[place], place
             logits = self._guarded(lambda: self._logits(self._cache.capacity))[0]
             want = own[place - len(ids)].float()
-            error = float((logits.float() - want).norm() / want.norm())
-            if not error <= _TOLERANCE[target.embedding.dtype]:
-                raise TargetError(
-                    f"{target.info.name} failed its self-check: with many texts side by side its logits differ from its own forward "
-                    f"pass by {error:.2g} of their length",
-                    "serve this target with vLLM or SGLang, and give --server",
-                )
+            errors.append((logits.float() - want).norm() / want.norm())
+        self._live.zero_()
         self._positions.zero_()
+        return float(torch.stack(errors).max())  # NaN if one is
+
+    def _best_way(self) -> Way:
+        info, target = self._target.info, self._target
+        way = way_of(target.device, target.embedding.dtype, info.heads, info.kv_heads, info.head_dim)
+        if way.name != "dflash_kernel" and target.device.type == "cuda":
+            self._say(
+                f"attention goes without its kernel ({way.why_not}): for every text all places up to the longest one's are read"
+            )
+        return way
+
+    def _use(self, way: Way | None, why_own: str) -> None:
+        """Attend by `way` from now on; None: by the model's own attention."""
+        config, info = self._config, self._target.info
+        self._way = way
+        self._masks = SlotMasks(config, info.name, self._target.embedding.dtype, spans=way is not None)
+        if way is None and not self._options.own_forward:
+            repeats = info.heads // max(1, info.kv_heads)
+            self._say(
+                f"{info.name} keeps its own attention ({why_own}): for every text all places up to the longest one's are read"
+                + (f", and perhaps copied {repeats} times" if repeats > 1 else "")
+            )
+
+    @property
+    def _by_kernel(self) -> bool:
+        return self._way is not None and self._way.name == "dflash_kernel"
+
+    def _width(self) -> int:
+        """Places of the cache that the next step is given."""
+        if self._by_kernel:  # which looks at the places of each slot's span only
+            return self._cache.capacity
+        reach = int(self._reach[self._occupied].max(initial=0)) + 1
+        return min(-(-reach // _WIDTHS) * _WIDTHS, self._cache.capacity)
 
     def _step(self, width: int) -> None:
         if self._graphs is None:
@@ -169,7 +229,8 @@ class Slots:
     def _logits(self, width: int) -> torch.Tensor:
         """float [slots, V] after each slot's token."""
         self._cache.width = width
-        mask = self._masks.of_tokens(self._positions, width)
+        # Slots without a live text look at their first place only: nothing is read for them.
+        mask = self._masks.of_tokens(self._positions * self._live, width)
         return self._forward(self._tokens[:, None], self._positions[:, None], mask)[:, -1]
 
     def _read(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
@@ -179,15 +240,15 @@ class Slots:
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
         device = self._target.device
-        self._cache.rows = torch.tensor(list(slots), device=device)
+        self._cache.rows = self._put(np.array(slots))
         places = torch.arange(length, device=device).expand(len(prompts), -1)
         mask = self._masks.of_prompts(length, device)
-        self._guarded(lambda: self._forward(torch.from_numpy(padded).to(device), places, mask))
+        self._guarded(lambda: self._forward(self._put(padded), places, mask))
         self._cache.rows = None
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
         places = positions.expand(4, -1, -1) if self._multi_axis else positions
-        with torch.inference_mode():
+        with torch.inference_mode(), fused(self._norms), self._attending():
             output = self._target.model(
                 input_ids=ids,
                 position_ids=places,
@@ -198,6 +259,21 @@ class Slots:
             )
         logits: torch.Tensor = output.logits
         return logits
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        before = self._config._attn_implementation
+        if self._way is not None:
+            self._config._attn_implementation = self._way.name
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = before
+
+    def _put(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """`array` on the device, without waiting for what the device does."""
+        here, device = torch.from_numpy(array), self._target.device
+        return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
     def _record(self, width: int) -> None:
         graph = torch.cuda.CUDAGraph()

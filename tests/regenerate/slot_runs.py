@@ -26,9 +26,10 @@ def write(
     stops: tuple[int, ...] = (),
     graphs: bool = True,
     say: Callable[[str], None] = print,
+    own_forward: bool = False,
 ) -> list[tuple[list[int], bool]]:
-    """The answers to `prompts()`, with `slots` of them at a time."""
-    engine = Slots(target, SlotOptions(slots, NEW, stops, sampling, graphs), say)
+    """The answers to `prompts()`, with `slots` of them at a time, which are filled again as they become free."""
+    engine = Slots(target, SlotOptions(slots, NEW, stops, sampling, graphs, own_forward), say)
     waiting = list(enumerate(prompts()))
     running: dict[int, int] = {}
     answers: dict[int, tuple[list[int], bool]] = {}

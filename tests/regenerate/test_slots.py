@@ -10,6 +10,7 @@ import pytest
 import torch
 from slot_runs import LENGTHS, NEW, prompts, write
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_mp.bench.tiny import write_tiny_target
 from dflash_mp.config import TargetConfig
@@ -36,10 +37,16 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
     return get
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "gemma2"])
-def test_greedy_answers_are_those_of_the_librarys_own_generation(family: str, load: Callable[[str], Target]) -> None:
+@pytest.mark.parametrize(
+    ("family", "own_forward"),
+    [(family, False) for family in ("qwen3", "qwen2", "llama", "mistral", "gemma2")]
+    + [("llama", True), ("mistral", True)],
+)
+def test_greedy_answers_are_those_of_the_librarys_own_generation(
+    family: str, own_forward: bool, load: Callable[[str], Target]
+) -> None:
     target = load(family)
-    for prompt, (tokens, stopped) in zip(prompts(), write(target, 3), strict=True):
+    for prompt, (tokens, stopped) in zip(prompts(), write(target, 3, own_forward=own_forward), strict=True):
         ids = torch.tensor([prompt])
         own = target.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
@@ -52,6 +59,7 @@ def test_greedy_answers_are_those_of_the_librarys_own_generation(family: str, lo
 def test_an_answer_does_not_depend_on_its_neighbours(sampling: Sampling, load: Callable[[str], Target]) -> None:
     alone = write(load("qwen3"), 1, sampling)
     assert write(load("qwen3"), 3, sampling) == alone
+    assert write(load("qwen3"), 3, sampling, own_forward=True) == alone
     assert write(load("qwen3"), len(LENGTHS) + 2, sampling) == alone
 
 
@@ -97,6 +105,47 @@ def test_the_self_check_passes_and_sees_a_wrong_mask(
     monkeypatch.setattr(SlotMasks, "of_tokens", lambda self, positions, width: right(self, positions - 1, width))
     with pytest.raises(TargetError, match="failed its self-check"):
         Slots(load("qwen3"), options, print).self_check(prompts()[3])
+
+
+def test_attention_that_fails_the_self_check_gives_way_to_the_models_own(
+    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    engine = Slots(load("llama"), SlotOptions(3, NEW, (), GREEDY), notices.append)
+    monkeypatch.setattr(SlotMasks, "_visible", None)  # what the model's own attention needs
+    engine.self_check(prompts()[3])
+    assert (engine.attention, notices) == ("grouped heads over all places", [])
+    monkeypatch.undo()
+    plainly = ALL_ATTENTION_FUNCTIONS["dflash_plain"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        "dflash_plain",
+        lambda module, query, *rest, **more: plainly(module, query + 1, *rest, **more),
+    )
+    engine.self_check(prompts()[3])
+    assert engine.attention == "the model's own, sdpa"
+    assert len(notices) == 1
+    assert "its logits differed by" in notices[0]
+
+
+def test_a_model_that_keeps_its_own_attention_says_what_that_costs(load: Callable[[str], Target]) -> None:
+    notices: list[str] = []
+    engine = Slots(load("gemma2"), SlotOptions(3, NEW, (), GREEDY), notices.append)
+    assert engine.attention == "the model's own, eager"
+    assert len(notices) == 1
+    assert "its attention is eager" in notices[0]
+    assert "all places up to the longest one's are read, and perhaps copied 3 times" in notices[0]
+    Slots(load("gemma2"), SlotOptions(3, NEW, (), GREEDY, own_forward=True), pytest.fail)
+
+
+def test_the_models_attention_is_its_own_again_after_each_step(load: Callable[[str], Target]) -> None:
+    target = load("llama")
+    assert target.anatomy is not None
+    ids = torch.arange(20)[None]
+    before = target.model(ids).logits
+    write(target, 3)
+    assert target.anatomy.config._attn_implementation == "sdpa"
+    assert torch.equal(target.model(ids).logits, before)
 
 
 def test_flash_attention_is_refused_with_a_way_out(
