@@ -29,6 +29,12 @@ def test_a_drafter_of_the_run_is_welcome(plan: object) -> None:
         (replace(HELLO, expects=replace(HELLO.expects, row_tokens=1)), "plan", "row_tokens: 1 wanted, 64 served"),
         (replace(HELLO, expects=replace(HELLO.expects, dataset="d")), "plan", "fingerprint: d wanted, synthetic"),
         (replace(HELLO, expects=replace(HELLO.expects, layer_ids=(1,))), "plan", "(1,) wanted, (1, 2) served"),
+        (replace(HELLO, expects=replace(HELLO.expects, wire_dtype="fp8")), "plan", "fp8 wanted, auto served"),
+        (
+            replace(HELLO, plan=replace(PLAN, target=replace(PLAN.target, wire_dtype="fp8"))),
+            "plan",
+            "target.wire_dtype: 'fp8' here, 'auto' there",
+        ),
         (
             replace(HELLO, plan=replace(PLAN, data=replace(PLAN.data, rows=9))),
             "plan",
@@ -52,4 +58,5 @@ def test_expectations_come_from_the_configuration(tmp_path: Path) -> None:
     )
     stated = expectations(load_config(file).config)
     assert (stated.run, stated.seed, stated.row_tokens) == ("my-run", 4, 96)
-    assert (stated.dataset, stated.layer_ids) == (None, (1, 3))
+    assert (stated.dataset, stated.layer_ids, stated.wire_dtype) == (None, (1, 3), "auto")
+    assert expectations(load_config(file, ["stream.wire_dtype=fp8"]).config).wire_dtype == "fp8"

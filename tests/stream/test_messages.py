@@ -81,6 +81,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], says: str) -> None:
         (("plan", "target", "layer_ids"), [1, 9], "names layer 9 of a target of 4 layers"),
         (("plan", "target", "layer_ids"), [], "layer_ids (how many)"),
         (("plan", "target", "dtype"), "int8", "target.dtype must be one of"),
+        (("plan", "target", "wire_dtype"), "int4", "target.wire_dtype must be one of auto, fp8, not 'int4'"),
         (("plan", "target", "name"), "a\x1b[2J", "target.name must be printable, not 'a\\x1b[2J'"),
         (("plan", "target", "hidden_size"), 0, "target.hidden_size must be from 1"),
         (("plan", "target", "rope_theta"), float("inf"), "WELCOME.plan.target.rope_theta must be finite"),
