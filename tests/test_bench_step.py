@@ -30,6 +30,6 @@ def test_the_gradients_are_those_of_the_float64_twin_and_a_wrong_one_is_seen(mon
 def test_a_case_is_measured_and_an_unknown_one_is_refused_first() -> None:
     (result,) = bench_cases(["tiny"], "cpu", repeats=2)
     assert 0 < result.rate < result.matmul_rate * 2
-    assert "tiny: " in result.line()
+    assert "tiny, fp32: " in result.line()
     with pytest.raises(ConfigError, match=r"no case 'huge'"):
         list(bench_cases(["tiny", "huge"], "cpu", repeats=2))

@@ -3,22 +3,25 @@
 The same objects as in training (`DraftModel`, `Objective`, `make_blocks`), on fresh random rows with two documents and padding.
 Correctness comes first: the gradients at a small shape are compared with a float64 twin. The work counted is that of the matrix products:
 3·2·[draft tokens × layer weights + context tokens × (k, v, fc weights)] + 2·2·draft tokens × hidden × vocabulary; attention itself
-and the recomputation of gradient checkpointing are not counted unless said so.
+and the recomputation of gradient checkpointing are not counted unless said so. In fp8 the same passes are made in bf16, too, by turns.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
+from dflash_mp.bench.fp8_products import Fp8Products, measure_products
+from dflash_mp.bench.timing import timed
 from dflash_mp.config import TrainConfig
 from dflash_mp.drafter.anchors import make_blocks
 from dflash_mp.drafter.batch import MicroBatch
+from dflash_mp.drafter.fp8_products import check_device
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.objective import Objective
 from dflash_mp.drafter.optimizer import MasterAdamW
@@ -28,6 +31,8 @@ from dflash_mp.stream.layout import RowTensors
 
 # Of AdamW, per bf16 parameter: gradient 2, master and two moments read and written 24, parameter 2.
 _OPTIMIZER_BYTES = 28
+
+Precision = Literal["auto", "fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,27 @@ CASES = {
 
 
 @dataclass(frozen=True)
+class Bf16Twin:
+    """What the same passes take in bf16, measured by turns with those in fp8."""
+
+    seconds: float
+    fp8_seconds: float  # in the same turns
+    gradient_error: float
+    products: Fp8Products
+
+    def text(self) -> str:
+        return (
+            f"; {self.seconds / self.fp8_seconds:.2f} × as fast as in bf16 ({self.seconds * 1e3:.1f} ms by turns, "
+            f"worst gradient error {self.gradient_error:.1e}); {self.products.text()}"
+        )
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Seconds are medians; rates in operations per second; memory in bytes (CUDA only, else 0)."""
 
     case: StepCase
+    precision: Precision
     first_seconds: float  # the first pass, compilation included
     seconds: float
     optimizer_seconds: float
@@ -103,44 +125,46 @@ class StepResult:
     matmul_rate: float
     peak_memory: int
     gradient_error: float  # worst relative error of a gradient against float64, at the small shape
+    bf16: Bf16Twin | None = None  # of a step in fp8
 
     def line(self) -> str:
         peak = f", peak {self.peak_memory / 2**30:.1f} GiB" if self.peak_memory else ""
         return (
-            f"{self.case.name}: {self.seconds * 1e3:.1f} ms, {self.rate / 1e12:.2f} TFLOP/s = "
-            f"{self.rate / self.matmul_rate:.0%} of a plain matrix product's {self.matmul_rate / 1e12:.2f}; "
+            f"{self.case.name}, {self.precision}: {self.seconds * 1e3:.1f} ms, {self.rate / 1e12:.2f} TFLOP/s = "
+            f"{self.rate / self.matmul_rate:.0%} of a plain {'bf16' if self.precision == 'fp8' else self.precision} matrix product's {self.matmul_rate / 1e12:.2f}; "
             f"first pass {self.first_seconds:.1f} s{peak}; "
             f"optimizer {self.optimizer_seconds * 1e3:.1f} ms = {self.optimizer_seconds / self.optimizer_floor:.2f} × its memory floor; "
             f"worst gradient error against float64 at a small shape {self.gradient_error:.1e}"
+            f"{'' if self.bf16 is None else self.bf16.text()}"
         )
 
 
-def bench_cases(names: Iterable[str], device: str, repeats: int) -> Iterator[StepResult]:
-    """Measure the named cases one after the other. Raises `ConfigError` for an unknown one, before any is measured."""
+def bench_cases(names: Iterable[str], device: str, repeats: int, precision: Precision = "auto") -> Iterator[StepResult]:
+    """Measure the named cases one after the other. Raises `ConfigError`, before any is measured, for an unknown one or a GPU without fp8."""
     names = list(names)
     for name in names:
         if name not in CASES:
             raise ConfigError(f"there is no case {name!r}", f"one of {', '.join(CASES)}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    if precision == "fp8":
+        check_device(torch.device(device))
     for name in names:
-        yield bench_step(CASES[name], torch.device(device), repeats=repeats)
+        yield bench_step(CASES[name], torch.device(device), precision, repeats=repeats)
 
 
-def bench_step(case: StepCase, device: torch.device, *, repeats: int) -> StepResult:
-    """Measure one case on `device` (bf16 on CUDA, fp32 on a CPU)."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    error = gradient_error(CASES["tiny"], device, dtype)
-    model, objective = build(case, device, dtype)
+def bench_step(case: StepCase, device: torch.device, precision: Precision, *, repeats: int) -> StepResult:
+    """Measure one case on `device`; `precision` is not auto."""
+    fp8, dtype = precision == "fp8", torch.float32 if precision == "fp32" else torch.bfloat16
+    error = gradient_error(CASES["tiny"], device, dtype, fp8)
+    model, objective = build(case, device, dtype, fp8)
     if device.type == "cuda":
         model.compile_layers()
         torch.cuda.reset_peak_memory_stats(device)
     batches = [make_batch(case, device, dtype, seed) for seed in range(4)]
-
-    def step(number: int) -> None:
-        model.zero_grad(set_to_none=True)
-        objective.loss(model, batches[number % len(batches)]).total.backward()
-
+    step = _stepper(model, objective, batches)
     first = timed(lambda: step(0), device)
     step(1)
     matmul = _matmul_rate(device, dtype)
@@ -148,12 +172,16 @@ def bench_step(case: StepCase, device: torch.device, *, repeats: int) -> StepRes
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     updating = _optimizer_seconds(model, step, device)
     floor = _OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters()) / _copy_rate(device)
-    return StepResult(case, first, seconds, updating, floor, case.operations() / seconds, matmul, peak, error)
+    twin = _bf16_twin(case, device, step, batches, repeats) if fp8 else None
+    rate = case.operations() / seconds
+    return StepResult(case, precision, first, seconds, updating, floor, rate, matmul, peak, error, twin)
 
 
-def gradient_error(case: StepCase, device: torch.device, dtype: torch.dtype) -> float:
-    """The worst relative error (norm over norm) of a parameter's gradient in `dtype` against the same weights in float64 on the CPU."""
-    model, objective = build(case, device, dtype)
+def gradient_error(case: StepCase, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float:
+    """The worst relative error (norm over norm) of a parameter's gradient in `dtype`, or with products in fp8, against the same weights in float64
+    on the CPU.
+    """
+    model, objective = build(case, device, dtype, fp8)
     exact = DraftModel(case.shape()).double()
     exact.load_state_dict({name: tensor.double().cpu() for name, tensor in model.state_dict().items()})
     cpu = torch.device("cpu")
@@ -174,18 +202,19 @@ def gradient_error(case: StepCase, device: torch.device, dtype: torch.dtype) -> 
     return max(errors)
 
 
-def build(case: StepCase, device: torch.device, dtype: torch.dtype) -> tuple[DraftModel, Objective]:
+def build(case: StepCase, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> tuple[DraftModel, Objective]:
     """A drafter with random weights and the frozen side, on `device`."""
     generator = torch.Generator(device).manual_seed(1)
     with device:
-        model = DraftModel(case.shape(), gradient_checkpointing=case.gradient_checkpointing).to(dtype)
+        model = DraftModel(case.shape(), gradient_checkpointing=case.gradient_checkpointing, fp8=fp8).to(dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.02, generator=generator)
     size = (case.vocab_size, case.hidden_size)
     embedding = torch.empty(size, device=device, dtype=dtype).normal_(generator=generator)
     head = torch.empty(size, device=device, dtype=dtype).normal_(std=0.02, generator=generator)
-    return model, Objective.of(case.shape(), embedding, head, TrainConfig(steps=1), device, dtype)
+    options = TrainConfig(steps=1, precision="fp8" if fp8 else "auto")
+    return model, Objective.of(case.shape(), embedding, head, options, device, dtype)
 
 
 def make_batch(case: StepCase, device: torch.device, dtype: torch.dtype, seed: int) -> MicroBatch:
@@ -210,15 +239,29 @@ def make_batch(case: StepCase, device: torch.device, dtype: torch.dtype, seed: i
     return MicroBatch(features, positions, documents, blocks.to(device), case.rows * case.row_tokens)
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `work`, the device idle before and after."""
+def _stepper(model: DraftModel, objective: Objective, batches: list[MicroBatch]) -> Callable[[int], None]:
+    def step(number: int) -> None:
+        model.zero_grad(set_to_none=True)
+        objective.loss(model, batches[number % len(batches)]).total.backward()
+
+    return step
+
+
+def _bf16_twin(
+    case: StepCase, device: torch.device, step: Callable[[int], None], batches: list[MicroBatch], repeats: int
+) -> Bf16Twin:
+    """The passes `step` in fp8 and the same in bf16, by turns."""
+    model, objective = build(case, device, torch.bfloat16)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+        model.compile_layers()
+    twin = _stepper(model, objective, batches)
+    for number in range(2):
+        step(number)
+        twin(number)
+    seconds = [(timed(partial(twin, n), device), timed(partial(step, n), device)) for n in range(repeats)]
+    bf16, fp8 = (statistics.median(each) for each in zip(*seconds, strict=True))
+    error = gradient_error(CASES["tiny"], device, torch.bfloat16)
+    return Bf16Twin(bf16, fp8, error, measure_products(device))
 
 
 def _random_row(case: StepCase, random: torch.Generator) -> RowTensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -129,17 +130,27 @@ def bench_prepare(target: str | None, config_file: Path | None, rounds: int, meg
     "step",
     examples=(
         "dflash-mp bench step --case 8b-a --case 8b-b",
+        "dflash-mp bench step --case 8b-a --precision fp8",
         "dflash-mp bench step --device cpu --repeats 3",
     ),
 )
 @click.option("--case", "cases", multiple=True, help="Drafter and rows; may be repeated. An unknown one lists all.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--repeats", default=10, show_default=True, help="Measured passes; the median counts.")
-def bench_step(cases: tuple[str, ...], device: str, repeats: int) -> None:
+@click.option(
+    "--precision",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "fp32", "bf16", "fp8"]),
+    help="Of the drafter; auto: fp32 on a CPU, bf16 on CUDA. fp8 is measured by turns with bf16.",
+)
+def bench_step(
+    cases: tuple[str, ...], device: str, repeats: int, precision: Literal["auto", "fp32", "bf16", "fp8"]
+) -> None:
     """The trainer's forward and backward pass, against the device's matrix rate."""
     from dflash_mp.bench.step import bench_cases as measure
 
-    for result in measure(cases or ("smollm2",), device, repeats):
+    for result in measure(cases or ("smollm2",), device, repeats, precision):
         click.echo(result.line())
 
 

@@ -15,7 +15,7 @@ from dflash_mp.addresses import only_from_here
 from dflash_mp.config import RunConfig
 from dflash_mp.data.store import open_dataset
 from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
-from dflash_mp.doctor.devices import Gpu, ReadGpus, check_gpus, read_gpus
+from dflash_mp.doctor.devices import Gpu, ReadGpus, check_fp8, check_gpus, read_gpus
 from dflash_mp.doctor.feeders import Asked, check_feeders, roles_here
 from dflash_mp.doctor.files import check_clock, check_directory, check_keys
 from dflash_mp.doctor.finding import Finding, gib, green, of_error, red, yellow
@@ -62,6 +62,8 @@ def examine(
     ranks = (config.gpus or config.train.drafters) if trains else 0
     yield from check_versions(any(device.startswith("cuda") for device in named), ranks)
     yield from check_gpus(gpus, _architectures())
+    if config.train.precision == "fp8" and on_gpu:
+        yield from check_fp8(gpus, ranks)
     plans, asked = _plans(config, on_gpu, gpus, feeds, trains), None
     transfer = _TRANSFER_SECONDS if probe else 0.0
     if isinstance(plans, Finding) and not feeds:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_mp.doctor.finding import Finding, gib, green, red, yellow
+from dflash_mp.drafter.fp8_products import CAPABILITY
 
 _SECONDS = 20.0
 
@@ -79,6 +80,21 @@ def check_gpus(gpus: Sequence[Gpu], built_for: Sequence[str]) -> list[Finding]:
         else:
             findings.append(green(about, text))
     return findings
+
+
+def check_fp8(gpus: Sequence[Gpu], drafters: int) -> list[Finding]:
+    """What `train.precision: fp8` can't run on, of the devices that `drafters` ranks would use: the first ones."""
+    least = "sm_{}{}".format(*CAPABILITY)
+    return [
+        red(
+            f"cuda:{gpu.index}",
+            f"train.precision is fp8, but {gpu.name} is {gpu.architecture}: products in fp8 need {least}",
+            "set train.precision to bf16 or auto, or use a newer GPU",
+            2,
+        )
+        for gpu in gpus[:drafters]
+        if (int(gpu.architecture[3:-1]), int(gpu.architecture[-1])) < CAPABILITY
+    ]
 
 
 def driver_version() -> str | None:

@@ -73,7 +73,7 @@ class Plans:
     def drafter(self, row_tokens: int | None = None) -> Memory:
         """Of a rank."""
         train = self.config.train
-        bf16 = train.precision == "bf16" or (train.precision == "auto" and self.on_gpu)
+        bf16 = train.precision in ("bf16", "fp8") or (train.precision == "auto" and self.on_gpu)
         return drafter_memory(
             self.shape,
             train,

@@ -2,8 +2,9 @@
 
 P are the drafter's parameters, L its layers, H, V, I, q, kv widths (hidden, vocabulary, MLP, heads · head_dim, key/value heads · head_dim), w bytes of a
 value (2 in bf16), T tokens of the rows of a micro-batch, D their draft tokens (anchors · block size). A compiled layer keeps, for each draft
-token, 4·H + 4·q + 3·I + 3·kv values for its backward pass and for each context token 3·kv. The loss works in chunks of 4,096 positions; while it
-works on one, the slope of the chunk before is still there. Against `dflash-mp bench step` on an H200 it comes out 1 to 2% high.
+token, 4·H + 4·q + 3·I + 3·kv values for its backward pass and for each context token 3·kv. The loss works in chunks of 4,096 positions. With
+`train.precision: fp8` the inputs of products are kept in one byte a value, and the head exists in fp8, too, twice. Against `dflash-mp bench step` in
+bf16 on an H200 it came out 1 to 2% high; what changed since (the loss's chunk, the norms around the layers, all of fp8) was not measured.
 
 What is not in it: the CUDA context, NCCL's buffers and fragmentation (`fit.py` leaves room for those), attention kernels other than flex, and
 caches of the compiler. A feeder's formula is for dense models.
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 
 from dflash_mp.config import TrainConfig
 from dflash_mp.doctor.finding import gib
+from dflash_mp.drafter.fp8_products import MULTIPLE
+from dflash_mp.drafter.loss import chunk_size
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.stream.layout import FLOAT_TYPES, RowLayout
 from dflash_mp.stream.plan import TargetInfo
 
-_CHUNK = 4096  # positions per pass through the head on CUDA (drafter/loss.py)
 _EAGER = 1.6  # a layer that isn't compiled keeps that much more
 _MASKS = 3  # bytes per pair of tokens: a boolean mask and its form in 16 bits
 
@@ -71,10 +73,13 @@ def drafter_memory(
     copies = 2 + (rows > 1 and not fp8)
     frozen = (1 if tied else 2) * w * shape.vocab_size * shape.hidden_size
     masters = (Term("masters", f"4·P, P = {p / 1e6:,.1f} M", 4 * p),) if w < 4 else ()
+    scaled = train.precision == "fp8" and shape.hidden_size % MULTIPLE == 0
+    head = (Term("head in fp8", "2·V·H, by rows and by columns", 2 * shape.vocab_size * shape.hidden_size),)
     resident = (
         Term("weights and gradients", f"2·{w}·P, P = {p / 1e6:,.1f} M", 2 * w * p),
         *masters,
         Term("moments", "8·P", 8 * p),
+        *(head if scaled else ()),
         Term("embedding and head", f"{1 if tied else 2}·{w}·V·H, frozen{', tied' if tied else ''}", frozen),
         Term(
             "rows",
@@ -113,16 +118,21 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
     """What is kept for the backward pass, and what that computes again."""
     h, q, kv = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     draft = train.micro_batch_rows * train.anchors_per_row * shape.block_size
-    layer = (
-        w * (draft * (4 * h + 4 * q + 3 * shape.intermediate_size + 3 * kv) + tokens * 3 * kv) + 4 * draft * shape.heads
-    )
+    values = 4 * h + 4 * q + 3 * shape.intermediate_size + 3 * kv
+    layer = w * (draft * values + tokens * 3 * kv) + 4 * draft * shape.heads
+    saved = 0
+    if train.precision == "fp8":  # inputs of products in one byte; that of o_proj as well as what attention keeps
+        saved = draft * ((w - 1) * (2 * h + shape.intermediate_size) - q)
+    layer -= saved
     layer = layer if compiled else int(_EAGER * layer)
-    # Around the layers: fused context and last norm (a copy in fp32 each), rotation, block inputs, scored slots and their gradient.
-    around = (tokens + draft) * (h * (4 + 2 * w) + 2 * shape.head_dim * w) + 3 * draft * h * w
+    # Around the layers: fused context and last norm (three stages each), rotation, block inputs, scored slots and their gradient.
+    around = (tokens + draft) * (h * 3 * w + 2 * shape.head_dim * w) + 3 * draft * h * w
     if train.attention == "sdpa":
         around += draft * (tokens + draft)
     if not train.gradient_checkpointing:
         formula = f"L·{w}·[D·(4·H + 4·q + 3·I + 3·kv) + T·3·kv], D = {draft}, and around the layers"
+        if saved:
+            formula += f", less L·D·({w - 1}·(2·H + I) − q) for inputs of products in fp8"
         return Term("activations", formula, shape.layers * layer + around), Term("", "", 0)
     kept = shape.layers * w * draft * h + around
     return Term("activations", f"L·{w}·D·H (checkpointing), D = {draft}, and around the layers", kept), Term(
@@ -131,12 +141,13 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
 
 
 def _loss(shape: DrafterShape, train: TrainConfig, w: int, compiled: bool) -> Term:
-    """Logits and slope in the head's dtype, and the slope of the chunk before; not compiled, logits and exponents in fp32 as well."""
+    """Of a chunk: logits and slope in the head's dtype, or the slope in fp8; not compiled, logits and exponents in fp32 as well."""
     slots = train.micro_batch_rows * train.anchors_per_row * (shape.block_size - 1)
-    first = min(_CHUNK, slots)
-    second = min(_CHUNK, slots - first)
-    values = w * (2 * first + second) + (0 if compiled else 8 * first)
-    formula = f"V × {first + first + second} values of {w} bytes" + ("" if compiled else f", V × {first} twice in fp32")
+    chunk = min(chunk_size(slots, True, compiled), slots)
+    scaled = train.precision == "fp8" and shape.hidden_size % MULTIPLE == 0
+    values = (w + (1 if scaled else w) + (0 if compiled else 8)) * chunk
+    formula = f"V × {chunk} logits of {w} bytes and slopes of {1 if scaled else w}"
+    formula += "" if compiled else ", and twice in fp32"
     if train.objective == "distill":
         values, formula = 2 * values, f"{formula}, for the target's distribution as well"
     return Term("loss", formula, values * shape.vocab_size)

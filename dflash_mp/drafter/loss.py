@@ -145,6 +145,7 @@ def _through_head(
         total += loss
         if gradient is not None:
             torch.mul(slope @ head.weight, factor[:, None], out=gradient[part])
+        del slope  # before the next chunk's comes
 
 
 def _through_scaled_head(

@@ -122,6 +122,7 @@ class _PositionLoss(torch.autograd.Function):
             )
             if gradient is not None:
                 torch.mul(slope @ weight, factor[:, None], out=gradient[part])
+            del logits, told, slope  # before the next chunk's come
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
