@@ -59,7 +59,7 @@ class TargetShape:
 SHAPES = {
     "8b": TargetShape(36, 4096, 12288, 32, 8, 128, 151_936),
     "0.6b": TargetShape(28, 1024, 3072, 16, 8, 128, 151_936, tied=True),
-    "tiny": TargetShape(4, 96, 192, 3, 1, 32, 320),
+    "tiny": TargetShape(8, 96, 192, 3, 1, 32, 320),
 }
 
 

@@ -12,11 +12,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from dflash_mp.config import RunConfig
+from dflash_mp.config import RunConfig, TargetConfig
 from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.encoding import tokenizer_fingerprint
 from dflash_mp.data.row import RowKey
@@ -40,8 +41,8 @@ from dflash_mp.target.quantised import QuantisedCapture
 log = logging.getLogger("dflash_mp.feed")
 
 
-def feed(config: RunConfig, index: int) -> None:
-    """Be feeder number `index` of the run. Raises `DflashError` for what the user can cure."""
+def feed(config: RunConfig, index: int, load: Callable[[TargetConfig], Target] = load_target) -> None:
+    """Be feeder number `index` of the run, with the target that `load` gives. Raises `DflashError` for what the user can cure."""
     die_with_parent()
     endpoint, config = _placed(config, index)
     if config.feed.insecure_no_auth:
@@ -52,7 +53,7 @@ def feed(config: RunConfig, index: int) -> None:
         torch.set_num_threads(config.feed.threads)
     dataset = open_dataset(config)
     stop = _StopRequest()
-    target = load_target(config.target)
+    target = load(config.target)
     if target.device.type == "cuda":
         torch.cuda.set_device(target.device)  # for which the service pins its memory
     plan = make_plan(config, dataset, target)

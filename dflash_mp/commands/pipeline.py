@@ -1,0 +1,56 @@
+"""`dflash-mp bench end-to-end`: feeders and drafters together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from dflash_mp.options import Command
+
+
+@click.command(
+    "end-to-end",
+    cls=Command,
+    examples=(
+        "dflash-mp bench end-to-end --case 8b --feeders cuda:0 --drafters cuda:1,cuda:2,cuda:3 --seconds 120 --kill-feeder-at 60",
+        "dflash-mp bench end-to-end --case 8b --feeders cuda:0 --drafters cuda:0",
+        "dflash-mp bench end-to-end --case tiny --feeders cpu --drafters cpu,cpu --seconds 5 --alone-seconds 2",
+    ),
+)
+@click.option("--case", default="tiny", show_default=True, help="Target and drafter. An unknown one lists all.")
+@click.option("--feeders", default="cpu", show_default=True, help="Device of each feeder: cpu or cuda:N, by commas.")
+@click.option("--drafters", default="cpu", show_default=True, help="Device of each drafter; the same may appear again.")
+@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="Of the whole run.")
+@click.option("--alone-seconds", default=15.0, show_default=True, type=click.FloatRange(1), help="Of each side alone.")
+@click.option("--kill-feeder-at", type=float, metavar="SECONDS", help="Kill feeder 0 then, and start it again.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option of the run.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures as JSON, too.")
+def end_to_end(
+    case: str,
+    feeders: str,
+    drafters: str,
+    seconds: float,
+    alone_seconds: float,
+    kill_feeder_at: float | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+) -> None:
+    """A whole run on random weights, against what its feeders and its drafters manage alone."""
+    from dflash_mp.bench.end_to_end import bench_end_to_end
+    from dflash_mp.bench.end_to_end_place import Processes
+
+    result = bench_end_to_end(
+        case,
+        Processes(tuple(feeders.split(",")), tuple(drafters.split(","))),
+        seconds=seconds,
+        alone_seconds=alone_seconds,
+        kill_feeder_at=kill_feeder_at,
+        overrides=overrides,
+        say=lambda text: click.echo(text, err=True),
+    )
+    for line in result.lines():
+        click.echo(line)
+    if out is not None:
+        out.write_text(json.dumps(result.tree(), indent=1) + "\n", encoding="utf-8")

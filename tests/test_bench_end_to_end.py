@@ -1,0 +1,123 @@
+"""`bench end-to-end`: real processes on a tiny target, and the arithmetic of its report."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_mp.bench.end_to_end_place import Place, Processes
+from dflash_mp.bench.end_to_end_report import EndToEnd
+from dflash_mp.bench.training_watch import StepLine, Training
+from dflash_mp.cli import main
+from dflash_mp.data.store import PreparedDataset
+from dflash_mp.process import children_of
+
+PACE = Training(10, 10.0, 4.0, 1.0, 1.0, 1.0, 0.0, 0)
+
+
+def result(feeders: str, drafters: str, *, feeders_alone: float, drafter_alone: float, whole: float) -> EndToEnd:
+    return EndToEnd(
+        case="tiny",
+        processes=Processes(tuple(feeders.split(",")), tuple(drafters.split(","))),
+        gpu="",
+        rows_per_step=4,
+        row_tokens=64,
+        feeders_alone=feeders_alone,
+        drafter_alone=replace(PACE, rows_per_second=drafter_alone),
+        drafters_together=None,
+        whole=replace(PACE, rows_per_second=whole),
+        figures=(),
+        restart=None,
+    )
+
+
+def test_a_run_of_real_processes_is_measured_against_its_two_sides(tmp_path: Path) -> None:
+    before = set(children_of(os.getpid()))
+    out = tmp_path / "figures.json"
+    words = ["--case", "tiny", "--seconds", "1.5", "--alone-seconds", "1", "--out", str(out)]
+    done = CliRunner().invoke(main, ["bench", "end-to-end", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    tree = json.loads(out.read_text())
+    slower = min(tree["feeders_alone"], tree["drafter_alone"]["rows_per_second"])
+    assert slower > 0
+    assert tree["ratio"] == pytest.approx(tree["whole"]["rows_per_second"] / slower)
+    assert tree["whole"]["recompilations"] == 0
+    rank, feeder = sorted(tree["figures"], key=lambda process: process["name"], reverse=True)
+    assert (rank["name"], feeder["name"]) == ("rank 0", "feeder 0")
+    assert rank["lane"].startswith("shared_memory (")
+    assert 0 < feeder["computing"] <= 1.1
+    assert f"ratio to the slower side's {slower:.2f} rows/s" in done.output
+    assert set(children_of(os.getpid())) <= before
+
+
+def test_steps_are_counted_from_the_end_of_the_first() -> None:
+    lines = [StepLine(n, time, wait, 2) for n, time, wait in ((4, 10.0, 9.0), (5, 11.0, 0.5), (6, 14.0, 0.5))]
+    training = Training.of(lines, rows_per_step=8)
+    assert (training.steps, training.seconds, training.rows_per_second) == (2, 4.0, 4.0)
+    assert (training.step_median, training.longest_step, training.wait_share) == (2.0, 3.0, 0.25)
+    assert training.recompilations == 2
+
+
+def test_the_ratio_is_to_the_slower_side_and_processes_that_share_a_gpu_are_told_what_it_allows() -> None:
+    apart = result("cuda:0", "cuda:1,cuda:2", feeders_alone=10, drafter_alone=4, whole=7.6)
+    assert apart.slower_side == 8
+    assert apart.ratio == pytest.approx(0.95)
+    assert apart.sharing_bound == pytest.approx(8)
+    assert not any("share a device" in line for line in apart.lines())
+    one = result("cuda:0", "cuda:0", feeders_alone=12, drafter_alone=4, whole=2.7)
+    assert one.sharing_bound == pytest.approx(3)  # a row takes 1/12 s of the feeder and 1/4 s of the drafter
+    assert "processes share a device, which allows 3.00 rows/s: 90.0% of that" in one.lines()
+    three = result("cuda:0", "cuda:1,cuda:1,cuda:1", feeders_alone=12, drafter_alone=4, whole=4)
+    assert three.sharing_bound == pytest.approx(4)
+    on_cores = result("cpu", "cpu", feeders_alone=12, drafter_alone=4, whole=4)
+    assert on_cores.sharing_bound == 4
+
+
+def test_ranks_that_share_a_gpu_get_one_each_and_others_see_their_own_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3")
+    apart = Place(tmp_path / "apart", "tiny", Processes(("cuda:0",), ("cuda:2", "cuda:1")))
+    assert apart.drafter_environment()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert apart.drafter_environment(1)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "dflash_mp.bench.on_device" not in apart.drafter_part("whole", local=False).command
+    shared = Place(tmp_path / "shared", "tiny", Processes(("cuda:0",), ("cuda:1", "cuda:1")))
+    command = shared.drafter_part("whole", local=False).command
+    assert command[command.index("dflash_mp.bench.on_device") + 1] == "5,5"
+    config = shared.config("whole")
+    assert (config.train.drafters, config.train.rows_per_step, config.feed.devices) == (2, 4, ["cuda:0"])
+    assert shared.config("alone", 1).train.rows_per_step == 2
+    assert shared.config("alone", 1).run_dir.name == config.run_dir.name  # feeders serve one run
+
+
+def test_documents_are_of_all_lengths_and_packed_into_rows(tmp_path: Path) -> None:
+    place = Place(tmp_path, "0.6b", Processes(("cpu",), ("cpu",)), ["data.row_tokens=512"])
+    dataset = PreparedDataset.open(place.config("whole").data.path)
+    rows = [dataset.row("train", number) for number in range(dataset.rows("train"))]
+    documents = [len(set(row.document_ids.tolist()) - {0}) for row in rows]
+    assert dataset.manifest.row_tokens == 512
+    assert min(documents) <= 2 < 6 <= max(documents)
+    assert 0.3 < sum(float(row.loss_mask.mean()) for row in rows) / len(rows) < 0.95
+    assert place.config("whole").stream.window_mib == pytest.approx(6 * 512 * (5 * 1024 * 4 + 16) / 2**20 + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--case", "huge"], "there is no case 'huge'"),
+        (["--feeders", "gpu0"], "'gpu0' is no device"),
+        (["--drafters", "cpu,cuda:0"], "partly on the CPU"),
+        (["--drafters", ""], "is no device"),
+        (["--kill-feeder-at", "61"], "can't be killed at 61 of 60 s"),
+        (["--set", "train.lr=1"], "train.lr: unknown key"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_at_once(words: list[str], says: str) -> None:
+    done = CliRunner().invoke(main, ["bench", "end-to-end", *words])
+    assert done.exit_code == 2
+    assert says in done.output
