@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from dflash_mp.bench.fp8_products import Fp8Products, measure_products
-from dflash_mp.bench.timing import timed
+from dflash_mp.bench.timing import copy_rate, matmul_rate, timed
 from dflash_mp.config import TrainConfig
 from dflash_mp.drafter.anchors import make_blocks
 from dflash_mp.drafter.batch import MicroBatch
@@ -167,11 +167,11 @@ def bench_step(case: StepCase, device: torch.device, precision: Precision, *, re
     step = _stepper(model, objective, batches)
     first = timed(lambda: step(0), device)
     step(1)
-    matmul = _matmul_rate(device, dtype)
+    matmul = matmul_rate(device, dtype)
     seconds = statistics.median(timed(partial(step, n), device) for n in range(repeats))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     updating = _optimizer_seconds(model, step, device)
-    floor = _OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters()) / _copy_rate(device)
+    floor = _OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters()) / copy_rate(device)
     twin = _bf16_twin(case, device, step, batches, repeats) if fp8 else None
     rate = case.operations() / seconds
     return StepResult(case, precision, first, seconds, updating, floor, rate, matmul, peak, error, twin)
@@ -273,24 +273,6 @@ def _random_row(case: StepCase, random: torch.Generator) -> RowTensors:
     documents = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor(lengths)).int()
     ids = torch.randint(0, case.vocab_size - 1, (tokens,), generator=random).int()
     return RowTensors(torch.empty(0), ids, positions, documents, (documents > 0).to(torch.uint8))
-
-
-def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty(size, size, device=device, dtype=dtype)
-    for _ in range(3):
-        torch.mm(a, b, out=out)
-    seconds = statistics.median(timed(lambda: torch.mm(a, b, out=out), device) for _ in range(10))
-    return 2.0 * size**3 / seconds
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a plain copy."""
-    source = torch.ones(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = statistics.median(timed(lambda: target.copy_(source), device) for _ in range(10))
-    return 2.0 * source.numel() / seconds
 
 
 def _optimizer_seconds(model: DraftModel, step: Callable[[int], None], device: torch.device) -> float:
