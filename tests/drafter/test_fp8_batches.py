@@ -53,7 +53,7 @@ class Rows:
         features = (made.features * torch.logspace(-3, 3, 2).repeat_interleave(32)).to(self._layout.dtype)
         for part, scales, states in (
             ("features", "feature_scales", features),
-            ("last_hidden", "last_scales", features[:, :32].contiguous()),
+            ("last_hidden", "last_scales", features[:, 32:].flip(1)),
         ):
             values, factors = getattr(packed, part), getattr(packed, scales)
             quantise(states, values, factors)

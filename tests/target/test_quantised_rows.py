@@ -93,6 +93,18 @@ def test_a_row_holds_the_targets_hidden_states_quantised(directory: Path, last_h
         assert views.document_ids.tolist() == row.document_ids.tolist()
 
 
+def test_what_is_quantised_apart_from_the_row_goes_over_into_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(Capture, "near", lambda self, far: torch.empty_like(far))
+    capture = Capture(load(directory, "cpu"), last_hidden=True)
+    make, layout = maker(capture.target, capture)
+    buffer = poisoned(layout, "cpu")
+    make(KEYS[1], buffer).synchronize()
+    assert all(torch.equal(*pair) for pair in expected(capture, ROWS[1], layout.views(buffer)))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_not_finite_is_named_by_row_token_and_layer(directory: Path, device: str) -> None:
     target = load(directory, device, "float32")
