@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from dflash_mp.bench.capture import skipped_share
+from dflash_mp.bench.capture import CaptureBench, case_target, row_operations, skipped_share
 from dflash_mp.bench.tiny import write_tiny_target
 from dflash_mp.cli import main
 from dflash_mp.config import TargetConfig
+from dflash_mp.errors import ConfigError
 from dflash_mp.target.load import load_target
 
 
@@ -31,3 +33,43 @@ def test_the_command_prints_both_times_and_the_verdict(tmp_path: Path) -> None:
     assert "plain forward" in result.output
     assert "runs 7 of 9 layers" in result.output
     assert "goal: at least" in result.output
+
+
+def test_a_shape_with_random_weights_needs_no_checkpoint_and_its_products_are_counted() -> None:
+    target = case_target("tiny", "cpu")
+    layer = 96 * (3 * 32) * 2 + 96 * 32 * 2 + 3 * 96 * 192
+    layers_run = target.info.layer_ids[-1] + 1
+    assert row_operations(target, 100) == 2 * 100 * layers_run * layer
+    result = CliRunner().invoke(main, ["bench", "capture", "--case", "tiny", "--tokens", "64", "--rounds", "2"])
+    assert result.exit_code == 0, result.output
+    assert "rows of 64 tokens in 12 documents" in result.output
+    assert "of a plain matrix product's" in result.output
+
+
+def test_the_goal_of_a_gpu_is_both_rate_and_speed_up() -> None:
+    facts = {"tokens": 1, "documents": 1, "layers_run": 1, "layers": 2, "how": "", "first_seconds": 0.0}
+    bench = CaptureBench(
+        **facts,  # type: ignore[arg-type]
+        plain_seconds=1.2,
+        capture_seconds=1.0,
+        skipped_share=0.1,
+        operations=60.0,
+        matmul_rate=100.0,
+        on_gpu=True,
+    )
+    assert bench.ok
+    assert not replace(bench, operations=59.0).ok
+    assert not replace(bench, plain_seconds=1.19).ok
+
+
+@pytest.mark.parametrize("words", [[], ["--case", "tiny", "--target", "x"]])
+def test_exactly_one_target_is_measured(words: list[str]) -> None:
+    result = CliRunner().invoke(main, ["bench", "capture", *words])
+    assert result.exit_code == 2
+    assert "either --target or --case" in result.output
+
+
+def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        case_target("9b")
+    assert "8b, 0.6b, tiny" in caught.value.remedy

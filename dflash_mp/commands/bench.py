@@ -68,12 +68,15 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
 @bench.command(
     "capture",
     examples=(
+        "dflash-mp bench capture --case 8b",
         "dflash-mp bench capture --target Qwen/Qwen3-0.6B --tokens 2048",
         "dflash-mp bench capture --target demo/SmolLM2-135M-Instruct --device cpu --threads 1",
     ),
 )
-@click.option("--target", required=True, help="Hugging Face directory, hub id or .gguf file.")
-@click.option("--tokens", default=512, show_default=True, help="Tokens of the row.")
+@click.option("--target", help="Hugging Face directory, hub id or .gguf file.")
+@click.option("--case", help="Instead: a shape with random weights: 8b (of Qwen3-8B), 0.6b or tiny.")
+@click.option("--tokens", type=click.IntRange(2), help="Tokens of a row; default: 4096 on CUDA, else 512.")
+@click.option("--documents", default=12, show_default=True, type=click.IntRange(1), help="Documents of a row.")
 @click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
@@ -82,18 +85,39 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
     default="auto",
     show_default=True,
 )
+@click.option(
+    "--compile/--no-compile", "compiled", default=None, help="Compile the target's layers; default: on CUDA only."
+)
 @click.option("--threads", type=int, help="CPU threads.")
-def bench_capture(target: str, tokens: int, rounds: int, device: str, dtype: str, threads: int | None) -> None:
+def bench_capture(
+    target: str | None,
+    case: str | None,
+    tokens: int | None,
+    documents: int,
+    rounds: int,
+    device: str,
+    dtype: str,
+    compiled: bool | None,
+    threads: int | None,
+) -> None:
     """A feeder's truncated forward against the model's own forward with all hidden states."""
     import torch
 
     from dflash_mp.bench.capture import bench_capture as measure
+    from dflash_mp.bench.capture import case_target
     from dflash_mp.config import TargetConfig
+    from dflash_mp.target.load import load_target
 
+    if (target is None) == (case is None):
+        raise click.UsageError("give either --target or --case")
     if threads is not None:
         torch.set_num_threads(threads)
-    config = TargetConfig.model_validate({"path": target, "device": device, "dtype": dtype})
-    for line in measure(config, tokens, rounds).lines():
+    start_logs("capture")
+    if case is not None:
+        loaded = case_target(case, device, dtype)
+    else:
+        loaded = load_target(TargetConfig.model_validate({"path": target, "device": device, "dtype": dtype}))
+    for line in measure(loaded, tokens, rounds, documents=documents, compiled=compiled).lines():
         click.echo(line)
 
 
