@@ -1,11 +1,12 @@
 """The ranks of a run: who am I, on which device, and the few collectives that training needs.
 
-Started by torchrun, a process is one of `WORLD_SIZE` ranks (NCCL on CUDA, gloo on a CPU); started plainly it is a world of one and no
-process group exists. Collectives have a time-out of their own, longer than every wait for data, so that a starving rank
+Started by torchrun, a process is one of `WORLD_SIZE` ranks (NCCL on CUDA, gloo on a CPU, and where ranks share a GPU, which NCCL
+refuses); started plainly it is a world of one and no process group exists. Collectives have a time-out of their own, longer than every wait for data, so that a starving rank
 reports its own error first.
 """
 
 # Annotations stay evaluated here: DDP checks those of a communication hook when it is registered.
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from dflash_mp.config import RunConfig
 from dflash_mp.drafter import arithmetic
 from dflash_mp.drafter.step_profile import span
 from dflash_mp.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # A rank may wait `row_seconds` for a row while the others already sit in a collective.
 _COLLECTIVE_MARGIN_SECONDS = 300.0
@@ -75,15 +78,26 @@ def join(config: RunConfig) -> World:
         seconds = config.stream.row_seconds + config.stream.connect_seconds + _COLLECTIVE_MARGIN_SECONDS
         bound = timedelta(seconds=seconds)
         store, _, _ = next(rendezvous("env://", rank, size, timeout=bound))
+        nccl = device.type == "cuda"
+        if nccl and shares_device(store, rank, size, str(torch.cuda.get_device_properties(device).uuid)):
+            log.warning("ranks share a GPU: gradients are added by gloo, through the host's memory, which is slow")
+            nccl = False
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if nccl else "gloo",
             timeout=bound,
             store=dist.PrefixStore("default_pg", store),
             rank=rank,
             world_size=size,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if nccl else None,
         )
     return World(rank, size, local_rank, local_size, device, store)
+
+
+def shares_device(store: dist.Store, rank: int, size: int, device: str) -> bool:
+    """Whether two of `size` ranks say the same `device`, a name that no two devices have. All ranks call it and get the same answer."""
+    devices = dist.PrefixStore("devices", store)
+    devices.set(str(rank), device)
+    return len({devices.get(str(other)) for other in range(size)}) < size
 
 
 def _use_deterministic_kernels() -> None:
@@ -123,14 +137,17 @@ def _sum_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 def _sum_bucket(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    if bucket.buffer().is_cuda:
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients, async_op=True)
+    if dist.get_backend() == "nccl":
         return work.get_future().then(lambda future: future.value()[0])
     # A callback in Python would be freed by gloo's own thread, which needs the interpreter's lock for that. The destructor of
     # the process group holds the lock while it joins that thread: a rank that ends right after a step could hang.
     work.wait()
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[gradients.device] if gradients.is_cuda else None
+    )
+    done.set_result(gradients)
     return done
 
 

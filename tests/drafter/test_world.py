@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from dflash_mp.bench.tiny_run import tiny_tree
+from dflash_mp.drafter.world import shares_device
 
 _JOIN = """
 import os, sys
@@ -32,3 +36,48 @@ def test_deterministic_kernels_are_used_when_asked_for(tmp_path: Path, wanted: b
         [sys.executable, "-c", _JOIN, str(file)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == found
+
+
+@pytest.mark.parametrize(("devices", "shared"), [("abc", False), ("aba", True), ("aaa", True)])
+def test_ranks_that_share_a_device_all_find_out(devices: str, shared: bool) -> None:
+    store, found = dist.HashStore(), {}
+
+    def rank(number: int) -> None:
+        found[number] = shares_device(store, number, len(devices), devices[number])
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == {number: shared for number in range(len(devices))}
+
+
+_TWO_ON_ONE = """
+import os, sys
+from pathlib import Path
+import torch
+from dflash_mp.config import load_config
+from dflash_mp.drafter.world import data_parallel, join, leave
+world = join(load_config(Path(sys.argv[1]), []).config)
+model = torch.nn.Linear(4, 4, bias=False).to(world.device, torch.bfloat16)
+model.weight.data.fill_(1)
+parallel = data_parallel(model, world)
+parallel(torch.full((2, 4), float(world.rank + 1), device=world.device, dtype=torch.bfloat16)).sum().backward()
+print(torch.distributed.get_backend(), model.weight.grad.unique().tolist(), flush=True)
+leave(world)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_ranks_on_one_gpu_add_their_gradients_by_gloo(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    tree["train"]["device"] = "cuda"
+    file, script = tmp_path / "run.yaml", tmp_path / "rank.py"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    script.write_text(_TWO_ON_ONE, encoding="utf-8")
+    command = [sys.executable, "-m", "dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-m", "dflash_mp.bench.on_device", "0,0", sys.executable, str(script), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    assert sorted(done.stdout.split("\n")) == ["", "gloo [6.0]", "gloo [6.0]"]
