@@ -33,3 +33,12 @@ def test_a_case_is_measured_and_an_unknown_one_is_refused_first() -> None:
     assert "tiny, fp32: " in result.line()
     with pytest.raises(ConfigError, match=r"no case 'huge'"):
         list(bench_cases(["tiny", "huge"], "cpu", repeats=2))
+
+
+def test_fp8_is_measured_beside_bf16_and_told_apart_from_it() -> None:
+    (result,) = bench_cases(["tiny"], "cpu", repeats=1, precision="fp8")
+    assert result.bf16 is not None
+    assert 3 * result.bf16.gradient_error < result.gradient_error < 0.25
+    assert "tiny, fp8: " in result.line()
+    assert " × as fast as in bf16 (" in result.line()
+    assert all(full < 1e-5 for _, _, full in result.bf16.products.sums), "rounding is not in it"

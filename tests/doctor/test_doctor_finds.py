@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dflash_mp.config import RunConfig
 from dflash_mp.data.row import RowKey
 from dflash_mp.doctor.bandwidth import check_bandwidth, measured_rate
 from dflash_mp.doctor.checks import examine
-from dflash_mp.doctor.devices import Gpu, check_gpus
+from dflash_mp.doctor.devices import Gpu, check_fp8, check_gpus
 from dflash_mp.doctor.feeders import check_feeders
 from dflash_mp.doctor.files import check_keys, check_other_clock
 from dflash_mp.doctor.finding import Finding, exit_code, green, red, yellow
@@ -352,6 +353,16 @@ def test_code_for_this_gpu() -> None:
         built: check_gpus([gpu], [built])[0].level for built in ("sm_90", "sm_80", "compute_80", "sm_100", "sm_90a")
     }
     assert levels == {"sm_90": "green", "sm_80": "red", "compute_80": "green", "sm_100": "red", "sm_90a": "green"}
+
+
+def test_a_gpu_that_fp8_cannot_run_on() -> None:
+    (gpu,) = gpus_of(80, 1)
+    kinds = [
+        replace(gpu, index=i, architecture=kind)
+        for i, kind in enumerate(("sm_90", "sm_89", "sm_86", "sm_120", "sm_80"))
+    ]
+    assert [(finding.about, finding.exit_code) for finding in check_fp8(kinds, 5)] == [("cuda:2", 2), ("cuda:4", 2)]
+    assert check_fp8(kinds, 2) == [], "the others train nothing"
 
 
 def test_the_exit_code_is_that_of_the_first_red_line_and_details_follow_it() -> None:

@@ -53,9 +53,10 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
         read_target_size(TargetConfig(path=str(directory)), "bfloat16")
 
 
-def of_case(case: StepCase) -> Memory:
+def of_case(case: StepCase, precision: str) -> Memory:
     train = TrainConfig(
         steps=1,
+        precision=precision,
         micro_batch_rows=case.rows,
         anchors_per_row=case.anchors,
         gradient_checkpointing=case.gradient_checkpointing,
@@ -88,19 +89,24 @@ def test_terms_follow_their_numbers(tmp_path: Path) -> None:
         next(term.nbytes for term in of(wire=wire).resident if term.name == "rows") for wire in ("auto", "fp8")
     )
     assert in_bf16 == 2 * row(4096, "auto").nbytes
+    scaled = of(precision="fp8")
+    head = 2 * shape.vocab_size * shape.hidden_size
+    assert [t.nbytes for t in scaled.resident if t.name == "head in fp8"] == [head]
+    assert scaled.nbytes - head < of().nbytes, "inputs of products and slopes take a byte a value"
     assert in_fp8 == 2 * (row(4096, "fp8").nbytes + 2 * 4096 * shape.feature_width), "as it came, and in bf16"
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["0.6b", "8b-b", "8b-a", "8b-a-checkpointing"])
-def test_the_predicted_peak_of_a_step_is_what_the_allocator_saw(name: str) -> None:
+def test_the_predicted_peak_of_a_step_is_what_the_allocator_saw(name: str, precision: str) -> None:
     """Forward, backward and AdamW on fp32 masters, twice, with two batches alive as in training."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     case, device = CASES[name], torch.device("cuda")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
-    model, objective = build(case, device, torch.bfloat16)
+    model, objective = build(case, device, torch.bfloat16, fp8=precision == "fp8")
     model.compile_layers()
     optimizer = MasterAdamW(model.named_parameters(), TrainConfig(steps=1))
     optimizer.tensors()
@@ -111,6 +117,6 @@ def test_the_predicted_peak_of_a_step_is_what_the_allocator_saw(name: str) -> No
         loss = objective.loss(model, batches[number % 2])
         loss.total.backward()
         optimizer.step(1e-4, 1.0)
-    measured, predicted = torch.cuda.max_memory_allocated(device) - before, of_case(case).nbytes
-    print(f"{name}: predicted {predicted / 2**30:.2f} GiB, measured {measured / 2**30:.2f} GiB")
+    measured, predicted = torch.cuda.max_memory_allocated(device) - before, of_case(case, precision).nbytes
+    print(f"{name}, {precision}: predicted {predicted / 2**30:.2f} GiB, measured {measured / 2**30:.2f} GiB")
     assert predicted == pytest.approx(measured, rel=TOLERANCE)

@@ -33,7 +33,7 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
     assert not differing
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_stopping_and_resuming_equals_not_stopping_bitwise(tmp_path: Path, precision: str) -> None:
     whole, rows = make_config(tmp_path / "whole", precision=precision), SyntheticRows()
     uninterrupted = make_trainer(whole, rows)

@@ -1,0 +1,126 @@
+"""The three products of a linear layer in fp8 equal slow ones on the rounded operands, and are as far from exact ones as rounding explains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_mp.drafter.fp8_products import FP8, LARGEST, ScaledLinear, linear, quantise, round_to_fp8, unscaled_layers
+
+# What e4m3 makes of normal numbers is off by 2.6%, so a product of two such matrices by 3.7%.
+LEAST, MOST = 0.03, 0.045
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def slowly_rounded(x: torch.Tensor) -> torch.Tensor:
+    """In float64: each value over the scale, to the nearest of the 253 finite ones that a byte can say, and back."""
+    values = torch.arange(256).to(torch.uint8).view(FP8).double()
+    values = values[values.isfinite()].unique()
+    scale = x.double().abs().max().clamp_min(1e-30) / values.max()
+    at = (x.double() / scale).clamp(values.min(), values.max())
+    nearest = (at.flatten()[:, None] - values).abs().argmin(1)
+    return (values[nearest] * scale).view(x.shape)
+
+
+def three_products(
+    x: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layer = ScaledLinear(weight.shape[1], weight.shape[0])
+    layer.to(weight.dtype).weight.data.copy_(weight)
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    out.backward(slope)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert out.dtype == x.grad.dtype == layer.weight.grad.dtype == x.dtype
+    return out.detach(), x.grad, layer.weight.grad
+
+
+def material(seed: int, rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    sizes = ((rows, 64), (48, 64), (rows, 48))
+    return [
+        torch.randn(size, generator=draw).to(dtype) * factor
+        for size, factor in zip(sizes, (3.0, 0.02, 1e-4), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 37, 160])
+def test_products_equal_those_of_slowly_rounded_operands(rows: int) -> None:
+    x, weight, slope = material(rows, rows)
+    found = three_products(x, weight, slope)
+    x, weight, slope = (slowly_rounded(each) for each in (x, weight, slope))
+    for mine, exact in zip(found, (x @ weight.t(), slope @ weight, slope.t() @ x), strict=True):
+        assert relative(mine, exact) < 3e-3  # a value halfway between two may go either way in float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_off_by_what_rounding_explains(dtype: torch.dtype) -> None:
+    x, weight, slope = material(0, 160, dtype)
+    found = three_products(x, weight, slope)
+    x, weight, slope = x.double(), weight.double(), slope.double()
+    for mine, exact in zip(found, (x @ weight.t(), slope @ weight, slope.t() @ x), strict=True):
+        assert LEAST < relative(mine, exact) < MOST, "less would not be fp8"
+
+
+def test_a_thousandfold_row_leaves_the_others_as_exact_as_before() -> None:
+    x, weight, slope = material(1, 64)
+    x[3] *= 1000
+    slope[5] *= 1000
+    out, of_x, of_weight = three_products(x, weight, slope)
+    x, weight, slope = x.double(), weight.double(), slope.double()
+    for mine, exact in ((out, x @ weight.t()), (of_x, slope @ weight)):
+        errors = (mine.double() - exact).norm(dim=1) / exact.norm(dim=1)
+        assert errors.max() < 0.06
+    assert relative(of_weight, slope.t() @ x) < 0.06
+
+
+def test_zeros_give_zeros_and_a_row_of_them_too() -> None:
+    x, weight, slope = material(2, 32)
+    x[4], slope[7] = 0, 0
+    out, of_x, _ = three_products(x, weight, slope)
+    assert not out[4].any()
+    assert not of_x[7].any()
+    for nothing in ((x * 0, weight, slope), (x, weight * 0, slope), (x, weight, slope * 0)):
+        products = three_products(*nothing)
+        assert all(each.isfinite().all() for each in products)
+        assert sum(not each.any() for each in products) == 2, "each operand is in two of the three products"
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_comes_out_so(poison: float) -> None:
+    x, weight, slope = material(3, 16)
+    slope[2, 3] = poison
+    out, of_x, of_weight = three_products(x, weight, slope)
+    assert out.isfinite().all()
+    assert not of_x.isfinite().all()
+    assert not of_weight.isfinite().all()
+
+
+def test_operands_may_lie_in_memory_in_any_order() -> None:
+    x, weight, slope = material(4, 48)
+    expected = three_products(x, weight, slope)
+    turned = three_products(x.t().contiguous().t(), weight.t().contiguous().t(), slope.t().contiguous().t())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(turned, expected, strict=True))
+    spread = three_products(x, weight, slope[:1].expand(48, -1))
+    assert torch.equal(spread[1], three_products(x, weight, slope[:1].repeat(48, 1))[1])
+    cube = three_products(x.view(2, 24, 64), weight, slope.view(2, 24, 48))
+    assert torch.equal(cube[0].view(48, 48), expected[0])
+
+
+def test_rounding_saturates_and_keeps_the_scale_beside_it() -> None:
+    assert round_to_fp8(torch.tensor([449.0, 1e9, -1e9])).float().tolist() == [LARGEST, LARGEST, -LARGEST]
+    values, scale = quantise(torch.tensor([[0.5, -7.0], [3.5, 0.0]]))
+    assert values.float().abs().max() == LARGEST
+    torch.testing.assert_close(values.float() * scale, torch.tensor([[0.5, -7.0], [3.5, 0.0]]))
+
+
+def test_widths_that_fp8_cannot_take_stay_as_they_are_and_are_named() -> None:
+    layers = torch.nn.ModuleDict(
+        {"wide": linear(32, 48, True), "odd": linear(32, 40, True), "off": linear(32, 48, False)}
+    )
+    assert [name for name, _ in unscaled_layers(layers)] == ["odd", "off"]
+    assert list(layers["wide"].state_dict()) == ["weight"]
