@@ -13,6 +13,7 @@ from target_rows import features, hidden_states
 
 from dflash_mp.config import TargetConfig
 from dflash_mp.data.row import TokenRow
+from dflash_mp.stream.fp8_rows import dequantise, quantise
 from dflash_mp.target.capture import Capture, documents
 from dflash_mp.target.load import Target, load_target
 
@@ -69,3 +70,26 @@ def test_packed_features_of_real_text_pass_the_self_check(target: Target, demo: 
     states = hidden_states(target, row, start, stop)
     want = torch.cat([states[layer + 1] for layer in target.info.layer_ids], dim=1)
     torch.testing.assert_close(got[start:stop], want, atol=5e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_hidden_states_lose_two_percent_in_fp8_and_a_scale_for_each_tap_is_worth_it(
+    target: Target, demo: Path, dtype: torch.dtype
+) -> None:
+    row = real_row(target, demo)
+    states = features(target, row).to(dtype)
+    errors = {}
+    for scales_per_token in (5, 1):
+        values, scales = torch.empty_like(states, dtype=torch.float8_e4m3fn), torch.empty(len(states), scales_per_token)
+        quantise(states, values, scales)
+        got = dequantise([(values, scales)], dtype)[0]
+        exact, away = (part.float().view(len(states), 5, -1) for part in (states, got - states))
+        errors[scales_per_token] = away.norm(dim=2) / exact.norm(dim=2)
+        print(
+            f"{scales_per_token} scales per token, {dtype}: error of a tap's vector "
+            f"{', '.join(f'{error:.4f}' for error in errors[scales_per_token].mean(0))}, worst {errors[scales_per_token].max():.4f}"
+        )
+    assert float(exact.abs().max()) > 1000 * float(exact.abs().median()), "a few values are far larger than the others"
+    assert float(errors[5].mean()) < 0.025
+    assert float(errors[5].max()) < 0.04
+    assert float(errors[1].mean()) > 1.1 * float(errors[5].mean())
