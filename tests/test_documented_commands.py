@@ -84,6 +84,8 @@ NOT_RUN = (
         r"train\.(objective|schedule)=",
         "the run above with another objective; tests/drafter/test_objectives.py trains with each",
     ),
+    (r"stream\.wire_dtype=", "the run above with other rows; tests/integration/test_rows_in_fp8.py runs it"),
+    (r"-c compare\.yaml", "minutes; the session runs the same commands"),
     (r"configs/embedded-h200\.yaml", "for a GPU; the session runs the same commands"),
     (r"_DFLASH_MP_COMPLETE", "for a shell's start-up file; tests/test_cli.py asks for each script"),
     (r"--profile|--log-format| -q\b", "tests/integration/test_logs_and_profile.py runs it"),
