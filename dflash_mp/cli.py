@@ -13,7 +13,7 @@ from dflash_mp.commands.bench import bench
 from dflash_mp.commands.comparison import compare, threads
 from dflash_mp.commands.doctor import doctor
 from dflash_mp.commands.health import health, trained
-from dflash_mp.commands.pipeline import end_to_end
+from dflash_mp.commands.pipeline import end_to_end, rows
 from dflash_mp.commands.proofs import fuzz, hostile, memory
 from dflash_mp.commands.regenerate import regenerate
 from dflash_mp.commands.results import demo, evaluate, export, generate
@@ -89,7 +89,7 @@ for _command in (
     trained,
 ):
     main.add_command(_command)
-for _command in (fuzz, hostile, memory, end_to_end):
+for _command in (fuzz, hostile, memory, end_to_end, rows):
     bench.add_command(_command)
 
 

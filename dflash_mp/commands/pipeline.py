@@ -1,4 +1,4 @@
-"""`dflash-mp bench end-to-end`: feeders and drafters together."""
+"""`dflash-mp bench end-to-end` and `rows`: feeders and drafters together."""
 
 from __future__ import annotations
 
@@ -54,3 +54,25 @@ def end_to_end(
         click.echo(line)
     if out is not None:
         out.write_text(json.dumps(result.tree(), indent=1) + "\n", encoding="utf-8")
+
+
+@click.command(
+    "rows",
+    cls=Command,
+    examples=(
+        "dflash-mp bench rows --row-mib 16 --rows 256",
+        "dflash-mp bench rows --row-mib 80 --feeder cuda:0 --drafter cuda:1",
+        "dflash-mp bench rows --row-mib 1 --rows 8 --feeder cpu --drafter cpu",
+    ),
+)
+@click.option("--row-mib", default=64.0, show_default=True, type=click.FloatRange(0.1), help="Size of a row in MiB.")
+@click.option("--rows", default=64, show_default=True, type=click.IntRange(1), help="Rows of one measurement.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Measurements of each way.")
+@click.option("--feeder", default="cuda:0", show_default=True, help="The target's device: cuda:N, or cpu to try it.")
+@click.option("--drafter", default="cuda:0", show_default=True, help="The drafter's device.")
+def rows(row_mib: float, rows: int, repeats: int, feeder: str, drafter: str) -> None:
+    """Rows from device to device through shared memory, against plain copies of pinned memory."""
+    from dflash_mp.bench.rows import bench_rows as measure
+
+    for line in measure(row_mib, rows, repeats, feeder, drafter).lines():
+        click.echo(line)
