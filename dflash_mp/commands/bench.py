@@ -151,6 +151,63 @@ def bench_prepare(target: str | None, config_file: Path | None, rounds: int, meg
 
 
 @bench.command(
+    "regenerate",
+    examples=(
+        "dflash-mp bench regenerate --target demo/SmolLM2-135M-Instruct --batch 1024",
+        "dflash-mp bench regenerate --case 8b --batch 256 --prompt-tokens 500 --new-tokens 500 --compare",
+    ),
+)
+@click.option("--target", help="Hugging Face directory, hub id or .gguf file.")
+@click.option("--case", help="Instead: a shape with random weights: 8b (of Qwen3-8B), 0.6b or tiny.")
+@click.option("--batch", default=1024, show_default=True, type=click.IntRange(1), help="Texts side by side.")
+@click.option(
+    "--prompt-tokens", default=160, show_default=True, type=click.IntRange(1), help="Of a prompt, on average."
+)
+@click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(1), help="Of each answer.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Measured; the median counts.")
+@click.option("--compare", is_flag=True, help="Measure the model's own attention and norms, too.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy.")
+@click.option("--top-k", default=0, show_default=True, type=click.IntRange(0), help="0: off.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+)
+def bench_regenerate(
+    target: str | None,
+    case: str | None,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    compare: bool,
+    temperature: float,
+    top_k: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """The target writing many texts side by side, against the bytes that it must read."""
+    from dflash_mp.bench.capture import case_target
+    from dflash_mp.bench.regenerate import Work
+    from dflash_mp.bench.regenerate import bench_regenerate as measure
+    from dflash_mp.config import TargetConfig
+    from dflash_mp.decode.sampling import Sampling
+    from dflash_mp.target.load import load_target
+
+    if (target is None) == (case is None):
+        raise click.UsageError("give either --target or --case")
+    if case is not None:
+        loaded = case_target(case, device, dtype)
+    else:
+        loaded = load_target(TargetConfig.model_validate({"path": target, "device": device, "dtype": dtype, "taps": 1}))
+    work = Work(batch, prompt_tokens, new_tokens, Sampling(temperature, top_k=top_k))
+    for line in measure(loaded, work, rounds, compare):
+        click.echo(line)
+
+
+@bench.command(
     "step",
     examples=(
         "dflash-mp bench step --case 8b-a --case 8b-b",

@@ -1,9 +1,9 @@
 """Attention of one new token per slot, which reads what is stored once: each slot's own places, each KV head for all of its query heads together.
 
-What a slot sees is a span: the first and the last visible place, [slots, 1, 1, 2]. It is handed to the model in the place of a mask and comes
-back here through transformers' `AttentionInterface`, under a way's name. Attention over prompts, whose mask is none or boolean, goes on to
-transformers' sdpa. Two ways give the same to rounding: a Triton kernel on CUDA that reads only the span, and plain PyTorch, which reads
-all places that it is given and serves as the kernel's twin. `way_of` chooses, and says why where it isn't the kernel.
+Two ways give the same to rounding, each known to transformers' `AttentionInterface` by its name: a Triton kernel on CUDA, and plain PyTorch, which
+reads all places that it is given and serves as the kernel's twin. `way_of` chooses, and says why where it isn't the kernel. The kernel
+reads a slot's span only, from the first visible place to the last, which the model hands on in the place of a mask. Attention over prompts
+goes on to transformers' sdpa.
 
 The floor of a step is its bytes: the weights once, and for each slot the keys and values of its places, 2 · layers · KV heads · size · bytes (23 kB
 a place for 30 layers of 3 KV heads of 64 in bfloat16). Its operations, 2 · weights a token, count for more only where texts are many and
@@ -28,10 +28,13 @@ _LARGEST = 256  # a head's size that the kernel takes
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
 
 
+WayName = Literal["dflash_kernel", "dflash_plain"]
+
+
 class Way(NamedTuple):
     """How attention is computed; `name` is transformers' for it. `why_not`: the reason for which it isn't the kernel."""
 
-    name: Literal["dflash_kernel", "dflash_plain"]
+    name: WayName
     why_not: str = ""
 
 
@@ -50,7 +53,8 @@ def way_of(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     )
     spans = torch.tensor([[0, 0], [70, 255], [0, 130]], device=device)[:, None, None]
     try:
-        error = float((attend(query, keys, values, spans) - attend_plainly(query, keys, values, spans)).abs().max())
+        expected = attend_plainly(query, keys, values, seen_in(spans, 256))
+        error = float((attend(query, keys, values, spans) - expected).abs().max())
     except Exception as problem:  # a compiler's errors have no common class; it is said, and the twin takes over
         return Way("dflash_plain", f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
     if not error <= _TOLERANCE[dtype]:
@@ -93,40 +97,48 @@ def attend(
     out = query.new_empty(slots, 1, heads, value_size)
     group, columns, value_columns = heads // kv_heads, _padded(size), _padded(value_size)
     factor = (size**-0.5 if scale is None else scale) * math.log2(math.e)
-    attend_to_span[(kv_heads, slots)](
-        query,
-        keys,
-        values,
-        spans,
-        out,
-        *query.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        factor,
-        group=group,
-        rows=_padded(group),
-        size=size,
-        columns=columns,
-        value_size=value_size,
-        value_columns=value_columns,
-        tile=max(16, tile * 256 // max(256, max(columns, value_columns) * keys.element_size())),
-        precision="ieee",
-        num_warps=4,
-        num_stages=3,
-    )
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        attend_to_span[(kv_heads, slots)](
+            query,
+            keys,
+            values,
+            spans,
+            out,
+            *query.stride()[:2],
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            factor,
+            group=group,
+            rows=_padded(group),
+            size=size,
+            columns=columns,
+            value_size=value_size,
+            value_columns=value_columns,
+            tile=max(16, tile * 256 // max(256, max(columns, value_columns) * keys.element_size())),
+            precision="ieee",
+            num_warps=4,
+            num_stages=3,
+        )
     return out
 
 
 def attend_plainly(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor, scale: float | None = None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """The same as `attend`, in plain PyTorch: the query heads of one KV head are taken for tokens that see the same."""
+    """The same as `attend`, in plain PyTorch, for the places that are `seen` (bool [slots, 1, 1, places]).
+
+    The query heads of one KV head are taken for tokens that see the same, so that nothing is repeated for them.
+    """
     slots, heads, _, size = query.shape
-    places = torch.arange(keys.shape[2], device=query.device)
-    seen = (places >= spans[..., :1]) & (places <= spans[..., 1:])
     grouped = query.reshape(slots, keys.shape[1], -1, size)
     found = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen, scale=scale)
     return found.reshape(slots, 1, heads, values.shape[-1])
+
+
+def seen_in(spans: torch.Tensor, places: int) -> torch.Tensor:
+    """The mask that `spans` stand for: bool [slots, 1, 1, places]."""
+    every = torch.arange(places, device=spans.device)
+    return (every >= spans[..., :1]) & (every <= spans[..., 1:])
 
 
 def _in_a_model(tokens: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -141,7 +153,7 @@ def _in_a_model(tokens: Callable[..., torch.Tensor]) -> Callable[..., tuple[torc
         scaling: float | None = None,
         **further: Any,
     ) -> tuple[torch.Tensor, None]:
-        if attention_mask is None or attention_mask.dtype == torch.bool:
+        if attention_mask is None or query.shape[2] > 1:
             prompts: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **further
             )

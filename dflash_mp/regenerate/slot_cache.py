@@ -13,6 +13,7 @@ import torch
 from transformers import Cache
 
 from dflash_mp.errors import TargetError
+from dflash_mp.regenerate.slot_attention import WayName
 from dflash_mp.target.families import keeps_state
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -69,11 +70,11 @@ class SlotCache(Cache):
 class SlotMasks:
     """The attention masks of a transformers text model with this `config`, in the form that its forward takes.
 
-    With `spans` they are those of `slot_attention`: a slot's first and last visible place for single tokens, none for prompts where
-    all before is seen. Raises `TargetError` for a model whose layers see or remember in another way than full or sliding attention.
+    With a `way` of `slot_attention` they are what that takes: none for prompts where all before is seen, and for the kernel a slot's first and
+    last visible place. Raises `TargetError` for a model whose layers see or remember in another way than full or sliding attention.
     """
 
-    def __init__(self, config: Any, name: str, dtype: torch.dtype, *, spans: bool = False) -> None:
+    def __init__(self, config: Any, name: str, dtype: torch.dtype, way: WayName | None = None) -> None:
         kinds = set(getattr(config, "layer_types", None) or ())
         if (
             keeps_state(config)
@@ -89,20 +90,20 @@ class SlotMasks:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         self._window = int(window) if window and (self._kinds or not kinds) else None
         self._additive = dtype if config._attn_implementation == "eager" else None
-        self._spans = spans
+        self._way = way
 
     def of_prompts(self, length: int, device: torch.device) -> Any:
         """For prompts padded at their ends to `length` tokens."""
         all_before = self._window is None or length <= self._window
-        if self._spans and all_before:
+        if self._way and all_before:
             return self._of_layers(None, None)
         places = torch.arange(length, device=device)
         full, near = self._visible(places[None, :, None], places[None, None, :])
-        return self._of_layers(None if self._spans else self._form(full), self._form(near))
+        return self._of_layers(None if self._way else self._form(full), self._form(near))
 
     def of_tokens(self, positions: torch.Tensor, width: int) -> Any:
         """For one token per slot at `positions` [slots], looking at the first `width` places."""
-        if self._spans:
+        if self._way == "dflash_kernel":
             last = positions[:, None, None]
             first = last - last if self._window is None else (last - (self._window - 1)).clamp_min(0)
             return self._of_layers(torch.stack((last - last, last), -1), torch.stack((first, last), -1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash_mp.decode.sampling import Sampling
 from dflash_mp.errors import TargetError
@@ -33,6 +34,8 @@ from dflash_mp.target.load import Target
 _WIDTHS = 128  # widths of the cache that are looked at are multiples of this
 _PROMPT_LENGTHS = 32  # prompts are padded to multiples of this
 _PROMPT_TOKENS = 1 << 15  # of one forward pass
+# Without cuDNN, which makes a plan for each new shape: prompts have many.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Largest error of a token's logits, relative to their length, between a slot and the model's own forward pass.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
@@ -41,7 +44,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 class SlotOptions:
     """`slots` texts at once, each of at most `max_new_tokens` after its prompt, up to and including one of `stop_tokens`.
 
-    `own_forward`: by the model's own attention and norms, to compare with.
+    `own_forward`: by the model's own attention and norms and any backend, to compare with.
     """
 
     slots: int
@@ -125,7 +128,7 @@ class Slots:
 
     def take(self) -> list[Text]:
         """The texts that are done, whose slots are free from now on; waits for the device."""
-        live, counts, stopped = torch.stack((self._live, self._counts, self._stopped)).cpu().numpy()
+        live, counts, stopped = torch.stack((self._live.long(), self._counts, self._stopped.long())).cpu().numpy()
         done = np.flatnonzero(self._occupied & (live == 0))
         if not len(done):
             return []
@@ -183,7 +186,7 @@ class Slots:
         """Attend by `way` from now on; None: by the model's own attention."""
         config, info = self._config, self._target.info
         self._way = way
-        self._masks = SlotMasks(config, info.name, self._target.embedding.dtype, spans=way is not None)
+        self._masks = SlotMasks(config, info.name, self._target.embedding.dtype, way.name if way else None)
         if way is None and not self._options.own_forward:
             repeats = info.heads // max(1, info.kv_heads)
             self._say(
@@ -248,7 +251,8 @@ class Slots:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
         places = positions.expand(4, -1, -1) if self._multi_axis else positions
-        with torch.inference_mode(), fused(self._norms), self._attending():
+        backends = nullcontext() if self._options.own_forward else sdpa_kernel(_BACKENDS)
+        with torch.inference_mode(), fused(self._norms), self._attending(), backends:
             output = self._target.model(
                 input_ids=ids,
                 position_ids=places,

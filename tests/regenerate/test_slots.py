@@ -112,10 +112,8 @@ def test_attention_that_fails_the_self_check_gives_way_to_the_models_own(
 ) -> None:
     notices: list[str] = []
     engine = Slots(load("llama"), SlotOptions(3, NEW, (), GREEDY), notices.append)
-    monkeypatch.setattr(SlotMasks, "_visible", None)  # what the model's own attention needs
     engine.self_check(prompts()[3])
     assert (engine.attention, notices) == ("grouped heads over all places", [])
-    monkeypatch.undo()
     plainly = ALL_ATTENTION_FUNCTIONS["dflash_plain"]
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS._global_mapping,
