@@ -1,8 +1,8 @@
 """Hidden states in one byte per value: float8_e4m3fn with a float32 scale for each token and tap.
 
-A scale is the largest magnitude of a token's tap over 448, the largest number of the format, so values are off by at most 1/16 of themselves or, where
-they are very small beside that largest one, by 2⁻¹⁰ scales. Taps have scales of their own because their magnitudes differ from each other, and tokens because a
-few tokens of a text have values a thousand times those of the others.
+A scale is the largest magnitude of a token's tap over 448, the largest number of the format, so values are off by at most 1/16 of themselves
+or, where they are very small beside that largest one, by 2⁻¹⁰ scales. Taps have scales of their own because their magnitudes differ from
+each other, and tokens because a few tokens of a text have values a thousand times those of the others.
 
 Zeros stay zeros. A token with a value that isn't finite gets a scale that isn't, and `not_finite` finds it. Same input, same bytes, on any device.
 Both directions work on the device where the states are; besides their result they need memory for one tap in float32.
@@ -15,9 +15,8 @@ from collections.abc import Sequence
 import torch
 
 LARGEST = 448.0  # of float8_e4m3fn
-_SMALLEST = torch.finfo(
-    torch.float32
-).tiny  # of a scale: smaller numbers are subnormal, and a device may take them for 0
+# Of a scale: smaller numbers are subnormal, and a device may take them for 0.
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def quantise(states: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ class Capture:
             self._check_buffer(last, (len(row.input_ids), info.hidden_size), "last")
         inputs = self._inputs(row)
         whole = [Document(0, 0, len(row.input_ids))]
-        with self.enough_memory(row):
+        with self.enough_memory(len(row.input_ids)):
             near, near_last = self.near(out), None if last is None else self.near(last)
             with torch.inference_mode():
                 for span in whole if self.forward.one_pass else documents(row.document_ids):
@@ -117,13 +117,13 @@ class Capture:
             raise
 
     @contextmanager
-    def enough_memory(self, row: TokenRow) -> Iterator[None]:
-        """Running out of memory inside is a `TargetError` with what to do."""
+    def enough_memory(self, tokens: int) -> Iterator[None]:
+        """Running out of memory inside, for a row of `tokens` tokens, is a `TargetError` with what to do."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise TargetError(
-                f"out of memory on {self.target.device} while computing a row of {len(row.input_ids)} tokens: {error}",
+                f"out of memory on {self.target.device} while computing a row of {tokens} tokens: {error}",
                 "prepare the data with a smaller data.row_tokens, or give the target a larger device",
             ) from error
 

@@ -1,7 +1,7 @@
 """A target's rows in fp8: hidden states are quantised where they were computed, so that half as many bytes leave the device.
 
-Costs memory for a row's hidden states on that device, kept, and one pass over them. A row whose hidden states aren't all finite is a `TargetError` that
-names row, token and layer: fp8 has no infinity that training would notice.
+Costs memory for a row's hidden states on that device, kept, and a few passes over them. A row whose hidden states aren't all finite is a
+`TargetError` that names row, token and layer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class QuantisedCapture:
     def __init__(self, capture: Capture, row_tokens: int) -> None:
         target = capture.target
         self._capture = capture
-        self._features, last = (
-            torch.empty(row_tokens, width, dtype=target.embedding.dtype, device=target.device)
-            for width in (target.info.feature_width, target.info.hidden_size if capture.last_hidden else 0)
-        )
+        with capture.enough_memory(row_tokens):
+            self._features, last = (
+                torch.empty(row_tokens, width, dtype=target.embedding.dtype, device=target.device)
+                for width in (target.info.feature_width, target.info.hidden_size if capture.last_hidden else 0)
+            )
         self._last = last if capture.last_hidden else None
 
     def start(self, key: RowKey, row: TokenRow, views: RowTensors) -> Arrival:
@@ -36,7 +37,7 @@ class QuantisedCapture:
         The result raises `TargetError` where something isn't finite.
         """
         self._capture.start(row, self._features, self._last)
-        with self._capture.enough_memory(row), torch.inference_mode():
+        with self._capture.enough_memory(len(row.input_ids)), torch.inference_mode():
             moves = self._quantised(self._features, views.features, views.feature_scales)
             if self._last is not None:
                 moves += self._quantised(self._last, views.last_hidden, views.last_scales)
