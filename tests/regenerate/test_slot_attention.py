@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dflash_mp.bench.tiny import write_tiny_target
 from dflash_mp.config import TargetConfig
 from dflash_mp.regenerate import slots
 from dflash_mp.regenerate.slot_attention import Way, attend, attend_plainly, seen_in, way_of
+from dflash_mp.regenerate.slot_cache import SlotMasks
 from dflash_mp.target.load import load_target
 
 
@@ -106,6 +108,20 @@ def test_the_plain_way_looks_at_the_span_only(case: Case) -> None:
     seen = seen_in(material.spans, case.places)
     found = attend_plainly(material.query, material.keys, material.values, seen)
     torch.testing.assert_close(found.double(), material.slow(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"], ["full_attention"]])
+@pytest.mark.parametrize("window", [None, 24])
+def test_spans_say_what_masks_say(kinds: list[str] | None, window: int | None) -> None:
+    config = SimpleNamespace(layer_types=kinds, sliding_window=window, _attn_implementation="sdpa")
+    by_span, by_mask = (SlotMasks(config, "it", torch.float32, way) for way in ("dflash_kernel", "dflash_plain"))
+    positions = torch.tensor([0, 1, 22, 23, 24, 25, 99])
+    spans, masks = by_span.of_tokens(positions, 100), by_mask.of_tokens(positions, 100)
+    assert isinstance(masks, dict) == (kinds is not None and len(kinds) == 2)
+    for kind in masks if isinstance(masks, dict) else [None]:
+        one, other = (of[kind] if kind else of for of in (spans, masks))
+        assert one.is_contiguous()
+        assert torch.equal(seen_in(one, 100), other)
 
 
 def test_the_kernel_looks_at_the_span_only(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Answers here: what the host does while the device writes, and how far it looks ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_mp.bench.tiny import write_tiny_target
+from dflash_mp.config import TargetConfig
+from dflash_mp.decode.sampling import GREEDY
+from dflash_mp.regenerate import local
+from dflash_mp.regenerate.choice import AnswerOptions
+from dflash_mp.regenerate.conversations import Conversation
+from dflash_mp.regenerate.local import LocalOptions, answer_here
+from dflash_mp.regenerate.slots import SlotOptions, Slots, Text
+from dflash_mp.target.load import load_target
+
+SLOTS, NEW, ASKED = 32, 9, 120
+
+
+def test_the_device_has_its_next_steps_before_the_host_turns_to_what_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_target(tmp_path, layers=2)
+    target = load_target(TargetConfig(path=str(tmp_path), device="cpu", taps=1))
+    events: list[tuple[str, int]] = []  # what happened, and how many conversations had been read by then
+    read = 0
+
+    def conversations() -> Iterator[Conversation]:
+        nonlocal read
+        for index in range(ASKED):
+            read += 1
+            text = f"{index}" + "?" * (index % 7)
+            yield Conversation(index, f"{index}", (({"role": "user", "content": text},),))
+
+    advance, answers = Slots.advance, local._Reader.answers
+
+    def noted_advance(self: Slots, steps: int) -> None:
+        events.append(("advance", read))
+        advance(self, steps)
+
+    def noted_answers(self: local._Reader, texts: list[Text]) -> list[str]:
+        if texts:
+            events.append(("answers", read))
+        return answers(self, texts)
+
+    monkeypatch.setattr(Slots, "advance", noted_advance)
+    monkeypatch.setattr(local._Reader, "answers", noted_answers)
+    options = LocalOptions(SlotOptions(SLOTS, NEW, (), GREEDY), AnswerOptions(NEW, GREEDY), 100)
+    notices: list[str] = []
+    found = [answered for some in answer_here(conversations(), target, options, notices.append) for answered in some]
+    assert sorted(answered.conversation.index for answered in found) == list(range(ASKED))
+    assert notices == ["attention of new tokens: grouped heads over all places"]
+    kinds = [kind for kind, _ in events]
+    assert kinds[:2] == ["advance", "advance"]  # the first texts have not ended after one burst
+    assert all(kinds[place - 1] == "advance" for place, kind in enumerate(kinds[:-1]) if kind == "answers")
+    assert [count for _, count in events[:3]] == [SLOTS, SLOTS + SLOTS // 16, SLOTS + 2 * (SLOTS // 16)]
