@@ -17,7 +17,7 @@ from dflash_mp.cli import main
 from dflash_mp.data.store import PreparedDataset
 from dflash_mp.process import children_of
 
-PACE = Training(10, 10.0, 4.0, 1.0, 1.0, 1.0, 0.0, 0)
+PACE = Training(10, 10.0, 4.0, 1.0, 1.0, 1.0, (0.0,), 0)
 
 
 def result(feeders: str, drafters: str, *, feeders_alone: float, drafter_alone: float, whole: float) -> EndToEnd:
@@ -56,10 +56,11 @@ def test_a_run_of_real_processes_is_measured_against_its_two_sides(tmp_path: Pat
 
 
 def test_steps_are_counted_from_the_end_of_the_first() -> None:
-    lines = [StepLine(n, time, wait, 2) for n, time, wait in ((4, 10.0, 9.0), (5, 11.0, 0.5), (6, 14.0, 0.5))]
+    waits = ((9.0, 9.0), (0.5, 0.0), (0.5, 2.0))
+    lines = [StepLine(n, time, wait, 2) for n, time, wait in zip((4, 5, 6), (10.0, 11.0, 14.0), waits, strict=True)]
     training = Training.of(lines, rows_per_step=8)
     assert (training.steps, training.seconds, training.rows_per_second) == (2, 4.0, 4.0)
-    assert (training.step_median, training.longest_step, training.wait_share) == (2.0, 3.0, 0.25)
+    assert (training.step_median, training.longest_step, training.wait_shares) == (2.0, 3.0, (0.25, 0.5))
     assert training.recompilations == 2
 
 

@@ -205,8 +205,12 @@ class _Bench:
                     "for drafters to take": share(spent, state="blocked"),
                 }
             else:
-                computing = 1 - training.wait_share
-                waits = {"of the process for rows": share("dflash_mp_stream_waited_seconds_total")}
+                lacked = training.wait_shares[index]
+                computing = 1 - lacked
+                waits = {
+                    "of the device for rows": lacked,
+                    "of the process for rows": share("dflash_mp_stream_waited_seconds_total"),
+                }
             devices = self._place.processes.feeders if role == "feeder" else self._place.processes.drafters
             found.append(
                 ProcessFigures(

@@ -103,8 +103,8 @@ class EndToEnd:
             )
         lines += [f"  {figures.line()}" for figures in self.figures]
         lines.append(
-            f"the devices of the drafters waited for rows {self.whole.wait_share:.2%} of the time; "
-            f"{self.whole.recompilations} recompilations since the warm-up"
+            f"the drafters' devices waited for rows {max(self.whole.wait_shares):.2%} of the time at most (goal, when the "
+            f"feeders keep up: 1%); {self.whole.recompilations} recompilations since the warm-up"
         )
         if (restart := self.restart) is not None:
             lines.append(

@@ -24,11 +24,11 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StepLine:
-    """What rank 0 wrote after a step. `time`: seconds since the epoch; `wait_seconds` for rows, of the device, mean of the ranks."""
+    """What rank 0 wrote after a step. `time`: seconds since the epoch; `waits`: seconds in which each rank's device lacked rows."""
 
     step: int
     time: float
-    wait_seconds: float
+    waits: tuple[float, ...]
     recompilations: int
 
 
@@ -42,7 +42,7 @@ class Training:
     step_median: float
     step_p95: float
     longest_step: float
-    wait_share: float  # of the device for rows, mean of the ranks
+    wait_shares: tuple[float, ...]  # of the time that each rank's device lacked rows
     recompilations: int  # since the warm-up
 
     @staticmethod
@@ -59,7 +59,7 @@ class Training:
             step_median=statistics.median(times),
             step_p95=sorted(times)[min(len(times) - 1, int(0.95 * len(times)))],
             longest_step=max(times),
-            wait_share=sum(line.wait_seconds for line in lines[1:]) / seconds,
+            wait_shares=tuple(sum(waits) / seconds for waits in zip(*(line.waits for line in lines[1:]), strict=True)),
             recompilations=lines[-1].recompilations,
         )
 
@@ -72,7 +72,7 @@ def read_steps(run_dir: Path) -> list[StepLine]:
         return []
     trees: list[dict[str, Any]] = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [
-        StepLine(tree["step"], tree["time"], tree["wait_seconds"], int(tree["recompilations"]))
+        StepLine(tree["step"], tree["time"], tuple(tree["wait_seconds_of_ranks"]), int(tree["recompilations"]))
         for tree in trees
         if tree["kind"] == "train"
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_BOOKKEEPING = ("weight", "waited", "longest_wait", "stop", "abandoned", "tokens")
+_BOOKKEEPING = ("weight", "waits", "stop", "abandoned", "tokens")
 _SCALARS = (
     "loss",  # Σ weight · cross-entropy
     "weight",  # Σ weight
@@ -69,8 +69,7 @@ class StepSums:
             accuracy_per_slot=tuple(_ratio(r, v) for r, v in zip(right[1:], valid[1:], strict=True)),
             coverage=_ratio(named["covered"], named["supervised"]),
             tokens=int(named["tokens"]),
-            waited=sum(waits),
-            longest_wait=max(waits),
+            waits=tuple(waits),
             stop=named["stop"] > 0,
             abandoned=named["abandoned"] > 0,
         )
@@ -87,10 +86,14 @@ class Figures:
     accuracy_per_slot: tuple[float, ...]  # slots 1 … B − 1
     coverage: float  # share of supervised tokens that some block predicted
     tokens: int
-    waited: float  # seconds that ranks waited for rows, summed over ranks
-    longest_wait: float  # of the rank that waited longest
+    waits: tuple[float, ...]  # seconds that each rank waited for rows
     stop: bool  # some rank was asked to stop
     abandoned: bool  # some rank lacked rows: these are the figures of nothing
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds of the rank that waited longest."""
+        return max(self.waits)
 
     def public(self) -> dict[str, Any]:
         """What goes to logs: everything but the bookkeeping."""

@@ -71,7 +71,7 @@ class Reporter:
         if self.enabled:
             log.info("%s", text, extra=logs.facts(event, **fields))
 
-    def step(self, step: int, steps: int, figures: Figures, more: dict[str, float]) -> None:
+    def step(self, step: int, steps: int, figures: Figures, more: dict[str, Any]) -> None:
         """Figures of the last optimizer step, with `more` (rates, waits, learning rate, gradient norm)."""
         if not self.enabled:
             return

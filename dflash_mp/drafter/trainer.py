@@ -9,10 +9,12 @@ ranks drop the step, and the last finished one is what is saved.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -253,26 +255,29 @@ class _Meter:
     """Rates since the last log line."""
 
     def __init__(self) -> None:
+        self._waits: list[float] = []
         self._restart()
 
     def add(self, figures: Figures) -> None:
         self._tokens += figures.tokens
-        self._waited += figures.waited
+        self._waits = [sum(both) for both in itertools.zip_longest(self._waits, figures.waits, fillvalue=0.0)]
         self._steps += 1
 
-    def take(self, ranks: int) -> dict[str, float]:
-        seconds = max(time.perf_counter() - self._started, 1e-9)
+    def take(self, ranks: int) -> dict[str, Any]:
+        seconds, waited = max(time.perf_counter() - self._started, 1e-9), sum(self._waits) / ranks
         rates = {
             "tokens_per_second": self._tokens / seconds,
             "step_seconds": seconds / max(1, self._steps),
-            "wait_seconds": self._waited / ranks,
-            "wait_share": self._waited / ranks / seconds,
+            "wait_seconds": waited,
+            "wait_share": waited / seconds,
+            "wait_seconds_of_ranks": self._waits,
         }
         self._restart()
         return rates
 
     def _restart(self) -> None:
-        self._started, self._tokens, self._waited, self._steps = time.perf_counter(), 0, 0.0, 0
+        self._started, self._tokens, self._steps = time.perf_counter(), 0, 0
+        self._waits = []
 
 
 def _graphs_compiled() -> int:

@@ -16,6 +16,7 @@ def some_figures(**given: Any) -> Figures:
         "tau": 2.5,
         "accuracy": 0.5,
         "accuracy_per_slot": (0.75, 0.25),
+        "waits": (0.0,),
     }
     rest = {field.name: False if field.type == "bool" else 0 for field in fields(Figures)}
     return Figures(**{**rest, **defaults, **given})

@@ -57,7 +57,7 @@ def test_a_step_lost_what_its_longest_waiting_rank_lost() -> None:
         sums.add_wait(rank, seconds)
     sums.add_blocks(torch.tensor([[False, True, True, True]]), torch.tensor([[False, True, True, True]]))
     figures = sums.figures()
-    assert (figures.waited, figures.longest_wait, figures.tau) == (5.5, 4.0, 4.0)
+    assert (figures.waits, figures.longest_wait, figures.tau) == ((1.0, 4.0, 0.5), 4.0, 4.0)
 
 
 def test_advice_comes_once_a_minute_and_at_the_end(tmp_path: Path) -> None:
