@@ -48,7 +48,7 @@ class RowForward:
         self.trunk = packed or Trunk(target.info, anatomy, last_hidden=last_hidden)
         #: Whether a row is one pass; otherwise each of its documents is one.
         self.one_pass = packed is not None or (not keeps_state(anatomy.config) and self._isolates(self.trunk))
-        wanted = target.device.type == "cuda" if compiled is None else compiled
+        wanted = _pays(target.device) if compiled is None else compiled
         self._row_tokens = row_tokens if wanted and packed is not None else None
         self._fast: Trunk | None = None
         if self._row_tokens is not None:
@@ -91,7 +91,7 @@ class RowForward:
     def _packed_trunk(self, anatomy: Anatomy, last_hidden: bool) -> Trunk | None:
         """A trunk with packed attention, if it is asked for and the model allows it."""
         target = self._target
-        if target.attention != "packed" and (target.attention != "auto" or target.device.type != "cuda"):
+        if target.attention != "packed" and not (target.attention == "auto" and _pays(target.device)):
             return None
         try:
             if keeps_state(anatomy.config):
@@ -162,5 +162,12 @@ class RowForward:
             )
 
 
+def _pays(device: torch.device) -> bool:
+    """Whether packed attention and compiling are worth it: kernels for a CPU form all scores, and gain little from being compiled."""
+    return device.type == "cuda"
+
+
 def _short(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:600]
+    """With what it came from: a recording that ends in an error says only that it did."""
+    first = error if error.__context__ is None else error.__context__
+    return (" ".join(str(first).split()) or type(first).__name__)[:600]

@@ -79,6 +79,7 @@ def _block_mask(runs: torch.Tensor, window: int | None) -> BlockMask:
         BLOCK_SIZE=_TILE,
         mask_mod=_rule(runs, window),
         seq_lengths=(tokens, tokens),
+        compute_q_blocks=False,  # for gradients
     )
 
 
@@ -157,7 +158,9 @@ def _attend(
 
 
 def _check(module: Any, mask: Any, dropout: float, window: int | None, more: dict[str, Any]) -> None:
-    strange = sorted(name for name, given in more.items() if name not in _HARMLESS and given not in (None, False))
+    strange = sorted(
+        name for name, given in more.items() if name not in _HARMLESS and given is not None and given is not False
+    )
     if strange:
         raise UnsupportedAttention(f"its attention has {', '.join(strange)}")
     if dropout or not getattr(module, "is_causal", True):

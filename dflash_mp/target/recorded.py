@@ -34,7 +34,8 @@ class RecordedRow:
                 forward(inputs, features)  # compiles, loads kernels and makes workspaces, which a recording can't
             torch.cuda.current_stream(device).wait_stream(side)
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            # A stream of this device, without work or workspaces of its own: cuBLAS makes one for it, which lives with the graph.
+            with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 self._final = forward(inputs, features)
             self._copied.record(torch.cuda.current_stream(device))
 

@@ -47,7 +47,7 @@ def test_features_of_a_lone_document_are_the_models_hidden_states_bit_for_bit(di
         assert torch.equal(got, states[layer + 1]), f"layer {layer}"
 
 
-@pytest.mark.parametrize("attention", ["auto", "eager"])
+@pytest.mark.parametrize("attention", ["auto", "eager", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_have_the_features_of_each_alone(directory: Path, family: str, attention: str) -> None:
     # 60 tokens exceed the sliding window of 24 that gemma2 and mistral have.

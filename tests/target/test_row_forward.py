@@ -1,0 +1,172 @@
+"""Which way rows are computed, that each way gives the same, and that the next best one is taken with a warning."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from target_rows import features, packed_row
+from torch._dynamo.utils import counters
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from dflash_mp.bench.tiny import Family, tiny_tokenizer, write_tiny_target
+from dflash_mp.config import TargetConfig
+from dflash_mp.data.row import TokenRow
+from dflash_mp.errors import TargetError
+from dflash_mp.target import forward as forward_module
+from dflash_mp.target.capture import Capture
+from dflash_mp.target.load import Target, load_target
+
+TOKENS = 150
+
+
+def rows() -> list[TokenRow]:
+    """Of `TOKENS` tokens each: as many documents as fit, one, and documents of one token; with and without padding."""
+    return [
+        packed_row([60, 1, 7, 40], padding=TOKENS - 108, seed=1),
+        packed_row([TOKENS], seed=2),
+        packed_row([1] * 9 + [TOKENS - 9], seed=3),
+        packed_row([50, 30], padding=TOKENS - 80, seed=4),
+    ]
+
+
+def tiny(directory: Path, family: Family = "qwen3", **options: Any) -> Target:
+    write_tiny_target(directory, family=family, layers=5)
+    return load_target(TargetConfig(path=str(directory), **{"layer_ids": [0, 1, 3], "device": "cpu", **options}))
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced as for compiling, and then run as they were traced: no C++ compiler is needed, and a tenth of the time."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide as on a CUDA device."""
+    monkeypatch.setattr(forward_module, "_pays", lambda device: True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral"])
+def test_compiled_rows_are_the_models_own_and_compile_once_for_all_layers_of_a_kind(
+    tmp_path: Path, family: Family, traced: None
+) -> None:
+    target = tiny(tmp_path, family, attention="packed")
+    capture = Capture(target, keep_target=True, row_tokens=TOKENS, compiled=True)
+    capture.self_check(rows()[0])
+    assert "layers compiled in" in capture.forward.describe()
+    kinds = 2 if family == "gemma2" else 1
+    before = counters["stats"]["unique_graphs"]
+    plain = Capture(target, keep_target=True)
+    for row in rows():
+        torch.testing.assert_close(features(target, row, capture), features(target, row, plain), atol=5e-5, rtol=5e-5)
+        capture.self_check(row)
+    # Attention that isn't compiled is traced as well, once for a length.
+    attention = 2 * kinds
+    assert before <= kinds + attention
+    assert counters["stats"]["unique_graphs"] <= kinds + attention
+
+
+def test_a_row_has_the_same_bits_whatever_came_before_it(tmp_path: Path, traced: None) -> None:
+    target = tiny(tmp_path, attention="packed")
+    capture = Capture(target, keep_target=True, row_tokens=TOKENS, compiled=True)
+    alone = features(target, rows()[0], capture)
+    for other in rows()[1:]:
+        features(target, other, capture)
+        assert torch.equal(features(target, rows()[0], capture), alone)
+
+
+def test_rows_of_another_length_are_not_compiled_for(tmp_path: Path, traced: None) -> None:
+    target, row = tiny(tmp_path, attention="packed"), packed_row([30, 11])
+    capture = Capture(target, keep_target=True, row_tokens=TOKENS, compiled=True)
+    torch.testing.assert_close(
+        features(target, row, capture), features(target, row, Capture(target, keep_target=True)), atol=5e-5, rtol=5e-5
+    )
+    assert "layers not compiled" in capture.forward.describe()
+
+
+def test_the_last_hidden_state_comes_from_compiled_layers_too(tmp_path: Path, traced: None) -> None:
+    target = tiny(tmp_path, attention="packed")
+    Capture(target, last_hidden=True, row_tokens=TOKENS, compiled=True).self_check(rows()[0])
+
+
+def test_on_cuda_attention_is_packed_and_layers_are_compiled_without_being_asked(
+    tmp_path: Path, traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda(monkeypatch)
+    capture = Capture(tiny(tmp_path), row_tokens=TOKENS)
+    capture.self_check(rows()[0])
+    assert capture.forward.describe().startswith("flex attention without a dense mask, layers compiled in")
+    uncompiled = Capture(tiny(tmp_path), row_tokens=TOKENS, compiled=False)
+    uncompiled.self_check(rows()[0])
+    assert uncompiled.forward.describe() == "flex attention without a dense mask, layers not compiled"
+    assert Capture(tiny(tmp_path, attention="sdpa")).forward.describe().startswith("sdpa attention under a dense mask")
+
+
+def test_on_a_cpu_attention_is_the_models_own(tmp_path: Path) -> None:
+    capture = Capture(tiny(tmp_path), row_tokens=TOKENS)
+    assert capture.forward.describe() == "sdpa attention under a dense mask, layers not compiled"
+
+
+def test_layers_that_cannot_be_compiled_are_run_as_they_are_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny(tmp_path, attention="packed")
+
+    def break_graph(*arguments: Any, **named: Any) -> None:
+        torch._dynamo.graph_break()
+
+    target.anatomy.layers[0].mlp.register_forward_pre_hook(break_graph)  # type: ignore[union-attr]
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    capture = Capture(target, row_tokens=TOKENS, compiled=True)
+    with caplog.at_level(logging.WARNING):
+        capture.self_check(rows()[0])
+    (record,) = [record for record in caplog.records if record.name == "dflash_mp.feed"]
+    assert "the layers of" in record.getMessage()
+    assert "can't be compiled" in record.getMessage()
+    assert "layers not compiled" in capture.forward.describe()
+
+
+@pytest.fixture
+def with_sinks(tmp_path: Path) -> Path:
+    config = GptOssConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=16,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_with_sinks_keeps_its_own_attention_with_a_warning(
+    with_sinks: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_cuda(monkeypatch)
+    target = load_target(TargetConfig(path=str(with_sinks), layer_ids=[0, 2], device="cpu"))
+    with caplog.at_level(logging.WARNING):
+        capture = Capture(target, row_tokens=TOKENS)
+    assert "can't have flex attention (its attention has s_aux)" in caplog.text
+    assert "layers not compiled" in capture.forward.describe()
+    capture.self_check(rows()[0])
+
+
+def test_packed_attention_that_was_asked_for_is_not_replaced(with_sinks: Path) -> None:
+    target = load_target(TargetConfig(path=str(with_sinks), layer_ids=[0, 2], device="cpu", attention="packed"))
+    with pytest.raises(TargetError, match="can't have packed attention: its attention has s_aux"):
+        Capture(target)
