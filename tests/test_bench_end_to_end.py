@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from dflash_mp.bench.end_to_end import bench_end_to_end
 from dflash_mp.bench.end_to_end_place import Place, Processes
-from dflash_mp.bench.end_to_end_report import EndToEnd
+from dflash_mp.bench.end_to_end_report import EndToEnd, ProcessFigures, Restart
 from dflash_mp.bench.training_watch import StepLine, Training
 from dflash_mp.cli import main
 from dflash_mp.data.store import PreparedDataset
@@ -36,23 +37,46 @@ def result(feeders: str, drafters: str, *, feeders_alone: float, drafter_alone: 
     )
 
 
-def test_a_run_of_real_processes_is_measured_against_its_two_sides(tmp_path: Path) -> None:
-    before = set(children_of(os.getpid()))
-    out = tmp_path / "figures.json"
-    words = ["--case", "tiny", "--seconds", "1.5", "--alone-seconds", "1", "--out", str(out)]
-    done = CliRunner().invoke(main, ["bench", "end-to-end", *words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    tree = json.loads(out.read_text())
-    slower = min(tree["feeders_alone"], tree["drafter_alone"]["rows_per_second"])
-    assert slower > 0
-    assert tree["ratio"] == pytest.approx(tree["whole"]["rows_per_second"] / slower)
-    assert tree["whole"]["recompilations"] == 0
-    rank, feeder = sorted(tree["figures"], key=lambda process: process["name"], reverse=True)
-    assert (rank["name"], feeder["name"]) == ("rank 0", "feeder 0")
-    assert rank["lane"].startswith("shared_memory (")
-    assert 0 < feeder["computing"] <= 1.1
-    assert f"ratio to the slower side's {slower:.2f} rows/s" in done.output
+def test_a_run_of_real_processes_is_measured_against_its_two_sides() -> None:
+    before, said = set(children_of(os.getpid())), []
+    found = bench_end_to_end(
+        "tiny", Processes(("cpu",), ("cpu",)), seconds=1.5, alone_seconds=1, say=said.append, side_by_side=True
+    )
     assert set(children_of(os.getpid())) <= before
+    assert said[1:] == ["1 drafter alone", "the feeders alone", "the whole run"]
+    assert found.slower_side == min(found.feeders_alone, found.drafter_alone.rows_per_second) > 0
+    assert found.ratio == pytest.approx(found.whole.rows_per_second / found.slower_side)
+    assert found.whole.recompilations == 0
+    feeder, rank = found.figures
+    assert (rank.name, feeder.name) == ("rank 0", "feeder 0")
+    assert rank.lane.startswith("shared_memory (")
+    assert 0 < feeder.computing <= 1.1
+    assert rank.computing == pytest.approx(1 - found.whole.wait_shares[0])
+
+
+def test_the_report_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    canned = result("cuda:0", "cuda:1,cuda:2", feeders_alone=10, drafter_alone=4, whole=7.6)
+    figures = ProcessFigures("rank 0", "cuda:1", 0.995, {"of the device for rows": 0.005}, 3 << 30, 0, "shared_memory")
+    canned = replace(canned, figures=(figures,), restart=Restart(30.5, 31.0, 29.5, 7.5, 3, 0), drafters_together=PACE)
+
+    def measure(case: str, processes: Processes, **options: object) -> EndToEnd:
+        asked.append((case, processes, options["seconds"], options["kill_feeder_at"], options["overrides"]))
+        return canned
+
+    monkeypatch.setattr("dflash_mp.bench.end_to_end.bench_end_to_end", measure)
+    words = "--case 8b --feeders cuda:0 --drafters cuda:1,cuda:2 --seconds 90 --kill-feeder-at 40 --set seed=1 --out"
+    done = CliRunner().invoke(main, ["bench", "end-to-end", *words.split(), str(tmp_path / "f.json")])
+    assert asked == [("8b", Processes(("cuda:0",), ("cuda:1", "cuda:2")), 90.0, 40.0, ("seed=1",))]
+    for text in (
+        "ratio to the slower side's 8.00 rows/s: 95.0%",
+        "50.0% of 2 times one",
+        "rank 0 on cuda:1: computing 99.5%; waits: 0.5% of the device for rows, GPU memory 3.0 GiB at most",
+        "served again after 30.5 s, the longest step took 31.0 s, 29.5 s of training were lost, 3 rows asked for again",
+    ):
+        assert text in done.output
+    tree = json.loads((tmp_path / "f.json").read_text())
+    assert (tree["ratio"], tree["whole"]["rows_per_second"]) == (pytest.approx(0.95), 7.6)
 
 
 def test_steps_are_counted_from_the_end_of_the_first() -> None:

@@ -1,9 +1,10 @@
 """`dflash-mp bench end-to-end`: a whole run, feeders and drafters as processes of their own, against what each side manages alone.
 
-Phases, warm-ups excluded: the feeders' rows are taken and thrown away; one drafter trains on rows out of its own memory; so do all of them, if
-there are several, which shows what adding their gradients costs; then the whole run. Only the target's weights are made up. The ratio is the whole
-run's rows/s over the slower of the feeders alone and as many times one drafter alone. Where processes share a device they can't reach that; what
-they could, if they shared its time without loss, is printed, too. The whole takes the seconds asked for, and a start of each side per phase.
+Phases, warm-ups excluded: the feeders' rows are taken and thrown away; one drafter trains on rows out of its own memory (at the same time, if
+they have GPUs of their own: neither waits for the other); so do all drafters, if there are several, which shows what adding their gradients
+costs; then the whole run. Only the target's weights are made up. The ratio is the whole run's rows/s over the slower of the feeders alone and as
+many times one drafter alone. Where processes share a device they can't reach that; what they could, if they shared its time without loss, is
+printed, too. Takes the seconds asked for, and a start of the drafters for each phase.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -48,10 +49,12 @@ def bench_end_to_end(
     kill_feeder_at: float | None = None,
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
+    side_by_side: bool | None = None,
 ) -> EndToEnd:
     """Measure the whole run for `seconds`, each side alone for `alone_seconds`. Raises `DflashError` when a process fails.
 
     `kill_feeder_at`: so many seconds into the run feeder 0 is killed and started again; the ratio is that of the time before.
+    `side_by_side`: whether the sides are measured at the same time; None: where they have GPUs of their own.
     """
     if kill_feeder_at is not None and not 0 < kill_feeder_at < seconds:
         raise ConfigError(
@@ -62,10 +65,22 @@ def bench_end_to_end(
         say("starting the feeders, which compile")
         feeders = [fleet.start(part, launcher.environment()) for part in place.feeder_parts()]
         bench = _Bench(place, fleet, feeders, say)
-        feeders_alone = bench.feeders_alone(alone_seconds)
-        drafter_alone = bench.drafters_alone(1, alone_seconds)
-        count = len(processes.drafters)
-        together = bench.drafters_alone(count, alone_seconds) if count > 1 else None
+        apart = (
+            "cpu" not in (*processes.feeders, *processes.drafters) and processes.drafters[0] not in processes.feeders
+        )
+        if apart if side_by_side is None else side_by_side:
+            with bench.training_alone(1) as training:
+                started = time.monotonic()
+                feeders_alone = bench.feeders_alone(alone_seconds)
+                drafter_alone = training(alone_seconds - (time.monotonic() - started))
+        else:
+            feeders_alone = bench.feeders_alone(alone_seconds)
+            with bench.training_alone(1) as training:
+                drafter_alone = training(alone_seconds)
+        count, together = len(processes.drafters), None
+        if count > 1:
+            with bench.training_alone(count) as training:
+                together = training(alone_seconds)
         whole, figures, restart = bench.whole(seconds, kill_feeder_at)
         config = place.config("whole")
     on_gpu = any(device != "cpu" for device in (*processes.feeders, *processes.drafters))
@@ -114,8 +129,9 @@ class _Bench:
         watch.check()
         return rows / spent
 
-    def drafters_alone(self, count: int, seconds: float) -> Training:
-        """That many drafters on rows of their own."""
+    @contextmanager
+    def training_alone(self, count: int) -> Iterator[Callable[[float], Training]]:
+        """That many drafters on rows of their own, warm; gives what measures them from then on, for so many seconds more at least."""
         self._say(f"{count} drafter{'' if count == 1 else 's'} alone")
         name = f"alone-{count}"
         config = self._place.config(name, count)
@@ -124,10 +140,13 @@ class _Bench:
         )
         watch = Watch(config.run_dir, [*self._feeders, running])
         watch.until_step(_WARM_STEPS, _START_SECONDS)
-        watch.pause(seconds)
-        steps = read_steps(config.run_dir)
+
+        def measure(seconds: float) -> Training:
+            watch.pause(seconds)
+            return Training.of(read_steps(config.run_dir)[_WARM_STEPS - 1 :], config.train.rows_per_step)
+
+        yield measure
         self._fleet.kill(running)
-        return Training.of(steps[_WARM_STEPS - 1 :], config.train.rows_per_step)
 
     def whole(
         self, seconds: float, kill_feeder_at: float | None
@@ -191,7 +210,7 @@ class _Bench:
         training: Training,
     ) -> tuple[ProcessFigures, ...]:
         found = []
-        for (role, index), reading in sorted(after.items(), reverse=True):
+        for (role, index), reading in sorted(after.items(), key=lambda item: (item[0][0] != "feeder", item[0][1])):
             earlier = before[role, index]
 
             def share(name: str, now: Reading = reading, then: Reading = earlier, **labels: str) -> float:
