@@ -11,14 +11,13 @@ import sys
 
 
 def main(devices: str, command: list[str]) -> None:
-    """Replace this process by `command`; ends with 127 when there is no such command."""
+    """Replace this process by `command`; ends with an error when there is no such command."""
     os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[int(os.environ["LOCAL_RANK"])]
     os.environ["LOCAL_RANK"] = "0"
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127)
+        sys.exit(f"cannot start {command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":
