@@ -153,6 +153,11 @@ def _in_a_model(tokens: Callable[..., torch.Tensor]) -> Callable[..., tuple[torc
         scaling: float | None = None,
         **further: Any,
     ) -> tuple[torch.Tensor, None]:
+        if attention_mask is None and query.dtype == torch.float32:
+            # On CUDA only half precision is attended to in groups without the whole matrix of scores.
+            key, value = (of.repeat_interleave(query.shape[1] // of.shape[1], 1) for of in (key, value))
+            found = functional.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True)
+            return found.transpose(1, 2).contiguous(), None
         if attention_mask is None or query.shape[2] > 1:
             prompts: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **further

@@ -107,6 +107,15 @@ def test_the_self_check_passes_and_sees_a_wrong_mask(
         Slots(load("qwen3"), options, print).self_check(prompts()[3])
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_bfloat16_target_passes_its_self_check_as_it_is(family: str, tmp_path: Path) -> None:
+    write_tiny_target(tmp_path, family=family)  # type: ignore[arg-type]
+    config = {"path": str(tmp_path), "device": "cpu", "dtype": "bfloat16", "taps": 1}
+    engine = Slots(load_target(TargetConfig.model_validate(config)), SlotOptions(3, NEW, (), GREEDY), pytest.fail)
+    engine.self_check(prompts()[3])
+    assert engine.attention == "grouped heads over all places"
+
+
 def test_attention_that_fails_the_self_check_gives_way_to_the_models_own(
     load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,9 @@ from slot_runs import prompts, write
 from dflash_mp.bench.tiny import Family, write_tiny_target
 from dflash_mp.config import TargetConfig
 from dflash_mp.decode.sampling import GREEDY, Sampling
+from dflash_mp.regenerate import slots
 from dflash_mp.regenerate.choice import uniforms
+from dflash_mp.regenerate.slot_attention import Way
 from dflash_mp.regenerate.slots import SlotOptions, Slots
 from dflash_mp.target.load import load_target
 
@@ -24,7 +26,7 @@ pytestmark = [
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, top_p=0.9), Sampling(0.8, top_k=20)])
 def test_recorded_passes_write_what_launched_ones_and_a_cpu_write(
-    tmp_path: Path, family: Family, sampling: Sampling
+    tmp_path: Path, family: Family, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny_target(tmp_path, family=family)
     config = {"path": str(tmp_path), "taps": 1, "dtype": "float32"}
@@ -33,7 +35,10 @@ def test_recorded_passes_write_what_launched_ones_and_a_cpu_write(
     recorded = write(near, 3, sampling, graphs=True, say=notices.append)
     assert [notice for notice in notices if not (family == "gemma2" and "its attention is eager" in notice)] == []
     assert recorded == write(near, 3, sampling, graphs=False)
+    assert recorded == write(near, 3, sampling, own_forward=True)
     assert recorded == write(far, 3, sampling)
+    monkeypatch.setattr(slots, "way_of", lambda *_: Way("dflash_plain", "to compare"))
+    assert recorded == write(near, 3, sampling)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
