@@ -51,6 +51,7 @@ def test_the_head_is_rounded_once_in_both_directions_and_filled_up_with_zeros() 
     assert scaled.nbytes == 2 * 48 * HIDDEN + 4 * (37 + HIDDEN)
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("vocabulary", [2, 37, 64, 500])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, 3.0)])
 def test_loss_hits_and_gradient_equal_the_slow_twin(vocabulary: int, scale: float, softcap: float | None) -> None:
@@ -121,10 +122,16 @@ def blocks(seed: int, share: float = 0.6) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     scored = torch.rand(2, 9, 4, generator=draw) < share
     scored[:, :, 0] = False
+    hidden = torch.randn(2, 36, HIDDEN, generator=draw)
+    head = torch.randn(83, HIDDEN, generator=draw) * 0.3
+    likely = (hidden @ head.t()).argmax(-1).view(2, 9, 4)
+    labels = torch.where(
+        torch.rand(2, 9, 4, generator=draw) < 0.3, likely, torch.randint(0, 83, (2, 9, 4), generator=draw)
+    )
     return {
-        "hidden": torch.randn(2, 36, HIDDEN, generator=draw).requires_grad_(),
-        "head": torch.randn(83, HIDDEN, generator=draw) * 0.3,
-        "labels": torch.randint(0, 83, (2, 9, 4), generator=draw),
+        "hidden": hidden.requires_grad_(),
+        "head": head,
+        "labels": labels,
         "scored": scored,
         "teacher": torch.randn(2, 9, 3, HIDDEN, generator=draw),
     }
@@ -143,6 +150,8 @@ def test_the_blocks_loss_goes_through_it(chunk: int, static: bool, monkeypatch: 
     (mine,), (theirs,) = (torch.autograd.grad(total * 3, m["hidden"]) for total in (loss.total, exact))
     assert 0.003 < relative(mine, theirs.double()) < 0.07
     assert not mine.view(2, 9, 4, -1)[~m["scored"]].any()
+    assert loss.correct.any()
+    assert not loss.correct[~m["scored"]].any()
     with torch.no_grad():
         again = block_loss(m["hidden"], m["head"], m["labels"], weights, chunk=chunk, scaled=ScaledHead.of(m["head"]))
     assert torch.equal(again.total, loss.total)

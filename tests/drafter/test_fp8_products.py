@@ -48,6 +48,7 @@ def material(seed: int, rows: int, dtype: torch.dtype = torch.float32) -> list[t
     ]
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("rows", [1, 5, 16, 37, 160])
 def test_products_equal_those_of_slowly_rounded_operands(rows: int) -> None:
     x, weight, slope = material(rows, rows)
@@ -100,6 +101,7 @@ def test_what_is_not_finite_comes_out_so(poison: float) -> None:
     assert not of_weight.isfinite().all()
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_operands_may_lie_in_memory_in_any_order() -> None:
     x, weight, slope = material(4, 48)
     expected = three_products(x, weight, slope)

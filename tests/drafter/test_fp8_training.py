@@ -50,6 +50,7 @@ def test_names_and_shapes_of_the_weights_are_those_of_an_ordinary_drafter() -> N
     assert {name: t.shape for name, t in plain.items()} == {name: t.shape for name, t in scaled.items()}
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 def test_gradients_point_where_those_of_float64_do() -> None:
     for seed in range(2):
         found, exact = gradients(drafter(torch.bfloat16, True), seed), gradients(drafter(torch.float64, False), seed)
@@ -77,6 +78,7 @@ def test_layers_compile_once_and_give_the_same_gradients(recompute: bool) -> Non
     assert counters["stats"]["unique_graphs"] - before == 1
 
 
+@pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("objective", ["decay", "dpace"])
 def test_a_curve_follows_that_of_fp32(tmp_path: Path, objective: str) -> None:
     curves = {}
