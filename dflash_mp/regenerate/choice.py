@@ -36,12 +36,11 @@ def choose(logits: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> t
     """A token for each row of `logits` [n, V], with `numbers` float64 [n] in [0, 1): int64 [n]. Greedy ignores the numbers."""
     if sampling.greedy:
         return logits.argmax(-1)
-    scores = logits.float() / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        scores, places = scores.topk(sampling.top_k, dim=-1)  # largest first
+    if 0 < sampling.top_k < logits.shape[-1]:
+        scores, places = logits.topk(sampling.top_k, dim=-1)  # largest first
     else:
-        scores, places = scores.sort(dim=-1, descending=True, stable=True)
-    probabilities = scores.softmax(-1)
+        scores, places = logits.float().sort(dim=-1, descending=True, stable=True)
+    probabilities = (scores.float() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (before < sampling.top_p)  # the token that crosses top_p stays
