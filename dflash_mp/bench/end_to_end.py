@@ -158,12 +158,12 @@ class _Bench:
         watch = Watch(config.run_dir, [*self._feeders, drafters])
         watch.until_step(_WARM_STEPS, _START_SECONDS)
         first = len(read_steps(config.run_dir)) - 1
-        before, started = read_figures(endpoints_of(config)), time.monotonic()
+        before = read_figures(endpoints_of(config))
         watch.pause(seconds if kill_feeder_at is None else kill_feeder_at)
-        after, spent = read_figures(endpoints_of(config)), time.monotonic() - started
+        after = read_figures(endpoints_of(config))
         steps = read_steps(config.run_dir)
         training = Training.of(steps[first:], config.train.rows_per_step)
-        figures = self._figures(config, before, after, spent, training)
+        figures = self._figures(before, after, training)
         if kill_feeder_at is not None:
             restart = self._restart(config, watch, training, after, seconds - kill_feeder_at)
         self._fleet.kill(drafters)
@@ -203,10 +203,8 @@ class _Bench:
 
     def _figures(
         self,
-        config: RunConfig,
         before: Mapping[tuple[str, int], Reading],
         after: Mapping[tuple[str, int], Reading],
-        seconds: float,
         training: Training,
     ) -> tuple[ProcessFigures, ...]:
         found = []
@@ -214,7 +212,7 @@ class _Bench:
             earlier = before[role, index]
 
             def share(name: str, now: Reading = reading, then: Reading = earlier, **labels: str) -> float:
-                return growth(now, then, name, **labels) / seconds
+                return growth(now, then, name, **labels) / (now.moment - then.moment)
 
             if role == "feeder":
                 spent = "dflash_mp_feeder_time_seconds_total"
