@@ -117,6 +117,8 @@ def test_ranks_that_share_a_gpu_get_one_each_and_others_see_their_own_in_order(
     config = shared.config("whole")
     assert (config.train.drafters, config.train.rows_per_step, config.feed.devices) == (2, 4, ["cuda:0"])
     assert shared.config("alone", 1).train.rows_per_step == 2
+    larger = Place(tmp_path / "larger", "tiny", Processes(("cpu",), ("cpu", "cpu", "cpu")), ["train.rows_per_step=24"])
+    assert [larger.config("alone", count).train.rows_per_step for count in (None, 1, 3)] == [24, 8, 24]
     assert shared.config("alone", 1).run_dir.name == config.run_dir.name  # feeders serve one run
 
 

@@ -79,6 +79,7 @@ class Place:
         self._write(STEP_CASES[self.case.step].row_tokens)
         config = self.config("whole")
         self._write(config.data.row_tokens)  # an override changes what memory is needed
+        self._rows_of_a_drafter = max(1, config.train.rows_per_step // len(processes.drafters))  # in a step
         _write_documents(directory / "documents.jsonl", config.data.row_tokens)
         prepare(config.data, tiny_tokenizer(), seed=config.seed)
 
@@ -131,11 +132,8 @@ class Place:
     def _sets(self, phase: str, drafters: int | None) -> tuple[str, ...]:
         sets = [f"run_dir={self._directory / phase / 'run'}", *self._overrides]
         if drafters is not None:
-            sets += [f"train.drafters={drafters}", f"train.rows_per_step={self._rows_per_step(drafters)}"]
+            sets += [f"train.drafters={drafters}", f"train.rows_per_step={drafters * self._rows_of_a_drafter}"]
         return tuple(sets)
-
-    def _rows_per_step(self, drafters: int) -> int:
-        return drafters * self.case.micro_batches * STEP_CASES[self.case.step].rows
 
     def _write(self, row_tokens: int) -> None:
         self.file.write_text(yaml.safe_dump(self._tree(row_tokens)), encoding="utf-8")
@@ -168,7 +166,7 @@ class Place:
             "train": {
                 "device": "cpu" if on_cpu else "cuda",
                 "steps": _FOREVER,
-                "rows_per_step": self._rows_per_step(len(drafters)),
+                "rows_per_step": len(drafters) * self.case.micro_batches * step.rows,
                 "micro_batch_rows": step.rows,
                 "anchors_per_row": step.anchors,
                 "gradient_checkpointing": step.gradient_checkpointing,
