@@ -123,16 +123,25 @@ def test_a_row_after_which_nobody_asks_for_another_is_handed_over_when_it_has_ar
 def test_an_error_is_that_of_the_row_whose_work_failed(tmp_path: Path) -> None:
     """It shows only when the next row is under way already, and costs neither that one nor those before."""
     device = Device()
-    device.end(*range(5))
     device.fails[1] = RuntimeError("a launch failed")  # once: worth another attempt
     device.refuses[3] = RuntimeError("no memory now")
     device.fails[4] = DataError("row is broken")  # for good
+
+    def end_each_when_the_next_is_started() -> None:
+        for ordinal in range(4):
+            until(lambda: ordinal + 1 in device.started)  # noqa: B023  # called here
+            device.end(ordinal)
+        device.end(4)
+
+    ends = threading.Thread(target=end_each_when_the_next_is_started)
     with serving(tmp_path, device) as (service, _), client_of([service.endpoint]) as client:
         client.connect()
         client.schedule(iter(keys(0, 5)))
+        ends.start()
         assert list(take_all(client, keys(0, 4))) == keys(0, 4)
         with pytest.raises(StreamError, match=r"train row 4.*row is broken"):
             client.take(RowKey("train", 4))
+        ends.join(20)
         assert sorted(device.started) == [0, 1, 1, 2, 3, 3, 4]
         assert client.stats.reasked == 2
         assert service.counters().errors["row_retryable"] == 2
