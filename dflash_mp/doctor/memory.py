@@ -3,7 +3,7 @@
 P are the drafter's parameters, L its layers, H, V, I, q, kv widths (hidden, vocabulary, MLP, heads · head_dim, key/value heads · head_dim), w bytes of a
 value (2 in bf16), T tokens of the rows of a micro-batch, D their draft tokens (anchors · block size). A compiled layer keeps, for each draft
 token, 4·H + 4·q + 3·I + 3·kv values for its backward pass and for each context token 3·kv. The loss works in chunks of 4,096 positions. With
-`train.precision: fp8` the inputs of products are kept in one byte a value, and the head exists in fp8, too, twice. Against `dflash-mp bench step` in
+`train.precision: fp8` a compiled layer keeps 2·H + 3·q + 2·I + 3·kv values and q bytes, and the head exists in fp8, too, twice. Against `dflash-mp bench step` in
 bf16 on an H200 it came out 1 to 2% high; what changed since (the loss's chunk, the norms around the layers, all of fp8) was not measured.
 
 What is not in it: the CUDA context, NCCL's buffers and fragmentation (`fit.py` leaves room for those), attention kernels other than flex, and
@@ -121,8 +121,10 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
     values = 4 * h + 4 * q + 3 * shape.intermediate_size + 3 * kv
     layer = w * (draft * values + tokens * 3 * kv) + 4 * draft * shape.heads
     saved = 0
-    if train.precision == "fp8":  # inputs of products in one byte; that of o_proj as well as what attention keeps
-        saved = draft * ((w - 1) * (2 * h + shape.intermediate_size) - q)
+    if (
+        train.precision == "fp8"
+    ):  # inputs of products are rounded again in the backward pass; only that of o_proj is kept, in one byte
+        saved = draft * (w * (2 * h + shape.intermediate_size + q) - q)
     layer -= saved
     layer = layer if compiled else int(_EAGER * layer)
     # Around the layers: fused context and last norm (three stages each), rotation, block inputs, scored slots and their gradient.
@@ -132,7 +134,7 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
     if not train.gradient_checkpointing:
         formula = f"L·{w}·[D·(4·H + 4·q + 3·I + 3·kv) + T·3·kv], D = {draft}, and around the layers"
         if saved:
-            formula += f", less L·D·({w - 1}·(2·H + I) − q) for inputs of products in fp8"
+            formula += f", less L·D·({w}·(2·H + I + q) − q) for fp8"
         return Term("activations", formula, shape.layers * layer + around), Term("", "", 0)
     kept = shape.layers * w * draft * h + around
     return Term("activations", f"L·{w}·D·H (checkpointing), D = {draft}, and around the layers", kept), Term(

@@ -41,9 +41,10 @@ class ScaledLinear(nn.Linear):
         flat = x.flatten(0, -2)
         rows = len(flat)
         if rows % MULTIPLE:  # the gradient of the weight sums over rows
-            flat = F.pad(flat, (0, 0, 0, -rows % MULTIPLE))
+            padded: torch.Tensor = _ScaledProduct.apply(F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight)
+            return padded[:rows].unflatten(0, x.shape[:-1])
         out: torch.Tensor = _ScaledProduct.apply(flat, self.weight)
-        return out[:rows].unflatten(0, x.shape[:-1])
+        return out.unflatten(0, x.shape[:-1])
 
 
 def linear(inputs: int, outputs: int, fp8: bool) -> nn.Linear:
