@@ -98,7 +98,12 @@ class FeedConfig(_Section):
         default_factory=list, description="ipc:// or tcp:// addresses, one per feeder; default: ipc, by run"
     )
     devices: list[str] = Field(
-        default_factory=list, description="device of each feeder; default: target.device for all"
+        default_factory=list,
+        description="device of each feeder, with tensor_parallel the devices of the first, of the second …; "
+        "default: target.device for all, with tensor_parallel and CUDA cuda:0 and up",
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, description="processes of one feeder, on a device each, that share the target's layers"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
     compile: bool | None = Field(
@@ -264,11 +269,25 @@ class RunConfig(_Section):
         feeders, said_by = len(self.feed.endpoints), "feed.endpoints"
         if not feeders:
             feeders, said_by = self.feed.count, "feed.count"
-        if self.feed.devices and len(self.feed.devices) != feeders:
+        ways = self.feed.tensor_parallel
+        if self.gpus is not None and ways > 1:
+            raise ValueError("gpus counts on feeders of one GPU, but feed.tensor_parallel is set; drop either")
+        if self.feed.devices and len(self.feed.devices) != feeders * ways:
+            each = "one each" if ways == 1 else f"{ways} each (feed.tensor_parallel)"
             raise ValueError(
-                f"feed.devices names {len(self.feed.devices)} devices for {feeders} feeders ({said_by}); give one each"
+                f"feed.devices names {len(self.feed.devices)} devices for {feeders} feeders ({said_by}); give {each}"
             )
         return self
+
+    def feeder_devices(self, index: int) -> list[str]:
+        """The devices of feeder `index`, `feed.tensor_parallel` of them."""
+        ways = self.feed.tensor_parallel
+        first = index * ways
+        if self.feed.devices:
+            return self.feed.devices[first : first + ways]
+        if ways > 1 and self.target.device in ("auto", "cuda"):
+            return [f"cuda:{first + i}" for i in range(ways)]
+        return [self.target.device] * ways
 
     def feeder_endpoints(self) -> list[str]:
         """Addresses of the feeders: `feed.endpoints`, or one ipc socket per feeder in a directory of this user and run."""

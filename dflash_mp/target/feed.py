@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -36,7 +37,10 @@ from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.stream.weights import FrozenWeights
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import Target, load_target
+from dflash_mp.target.model import target_device
 from dflash_mp.target.quantised import QuantisedCapture
+from dflash_mp.target.split import load_split
+from dflash_mp.target.split_group import SplitGroup
 
 log = logging.getLogger("dflash_mp.feed")
 
@@ -53,28 +57,48 @@ def feed(config: RunConfig, index: int, load: Callable[[TargetConfig], Target] =
         torch.set_num_threads(config.feed.threads)
     dataset = open_dataset(config)
     stop = _StopRequest()
-    target = load(config.target)
-    if target.device.type == "cuda":
-        torch.cuda.set_device(target.device)  # for which the service pins its memory
-    plan = make_plan(config, dataset, target)
-    capture = Capture(
-        target, last_hidden=plan.target.last_hidden, row_tokens=plan.data.row_tokens, compiled=config.feed.compile
-    )
-    capture.self_check(dataset.row("train", 0))
-    log.info("the target's rows: %s", capture.forward.describe())
+    with _split_group(config, index) as group:
+        if group is None:
+            target = load(config.target)
+        else:
+            target = load_split(config.target, group.share, dataset.row("train", 0), load)
+        if target.device.type == "cuda":
+            torch.cuda.set_device(target.device)  # for which the service pins its memory
+        plan = make_plan(config, dataset, target)
+        capture = Capture(
+            target, last_hidden=plan.target.last_hidden, row_tokens=plan.data.row_tokens, compiled=config.feed.compile
+        )
+        capture.self_check(dataset.row("train", 0))
+        log.info("the target's rows: %s", capture.forward.describe())
+        if group is not None:
+            group.lead(capture)
+        _serve(config, index, endpoint, keys, plan, capture, dataset, stop)
+    remove_if_empty(config)
+
+
+def _serve(
+    config: RunConfig,
+    index: int,
+    endpoint: str,
+    keys: FeederKeys | None,
+    plan: StreamPlan,
+    capture: Capture,
+    dataset: PreparedDataset,
+    stop: _StopRequest,
+) -> None:
     with (
         FeederService(
             endpoint,
             plan,
-            FrozenWeights(target.embedding, target.head),
+            FrozenWeights(capture.target.embedding, capture.target.head),
             run=expectations(config).run,
             silent_seconds=config.stream.silent_seconds,
             memory_mib=config.feed.memory_mib,
             insecure_no_auth=config.feed.insecure_no_auth,
             keys=keys,
-            pin=target.device.type == "cuda",
+            pin=capture.target.device.type == "cuda",
         ) as service,
-        feeder_endpoint(config, index, service.counters, target.device),
+        feeder_endpoint(config, index, service.counters, capture.target.device),
     ):
         log.info(
             "serving %s on %s: %d rows of %d tokens, layers %s of %s, %s on %s%s",
@@ -85,13 +109,12 @@ def feed(config: RunConfig, index: int, load: Callable[[TargetConfig], Target] =
             ", ".join(map(str, plan.target.layer_ids)),
             plan.target.num_layers,
             plan.target.dtype,
-            target.device,
+            capture.target.device,
             ", sent in fp8" if plan.target.wire_dtype == "fp8" else "",
         )
         stop.serving()
         service.serve(row_maker(dataset, capture, plan), stop.event, config.feed.stats_seconds)
         log.info("stopped after %d rows", service.status().rows)
-    remove_if_empty(config)
 
 
 def make_plan(config: RunConfig, dataset: PreparedDataset, target: Target) -> StreamPlan:
@@ -149,10 +172,17 @@ def _placed(config: RunConfig, index: int) -> tuple[str, RunConfig]:
             f"--index {index}, but the run has {len(endpoints)} feeder{'s' if len(endpoints) > 1 else ''}, counted from 0",
             "raise feed.count, or add an address to feed.endpoints",
         )
-    if not config.feed.devices:
-        return endpoints[index], config
-    device = config.feed.devices[index % len(config.feed.devices)]
+    device = config.feeder_devices(index)[0]
     return endpoints[index], config.model_copy(update={"target": config.target.model_copy(update={"device": device})})
+
+
+def _split_group(config: RunConfig, index: int) -> AbstractContextManager[SplitGroup | None]:
+    """The processes that share the target of feeder `index`, or None if it has it alone."""
+    devices = [target_device(name) for name in config.feeder_devices(index)]
+    if len(devices) == 1:
+        return nullcontext()
+    facts = {"index": index, "config": config.model_dump(mode="json")}
+    return SplitGroup("dflash_mp.target.follower", devices, facts)
 
 
 class _StopRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -56,12 +57,16 @@ class RowForward:
             self._fast.compile_layers()
         self._compile_seconds: float | None = None
         self._recorded: RecordedRow | None = None
+        #: Told of each pass before it begins, for processes that compute it with this one.
+        self.announce: Callable[[torch.Tensor], None] | None = None
 
     def __call__(self, inputs: torch.Tensor, out: torch.Tensor, last: torch.Tensor | None) -> None:
         """Fill `out` [S, K·H] and `last` [S, H] on the target's device, in inference mode. On CUDA the work is queued on the current stream.
 
         `inputs`: int64 [3, S] on the CPU: ids, positions, documents. The first row of `row_tokens` tokens compiles and records.
         """
+        if self.announce is not None:
+            self.announce(inputs)
         if out.device.type == "cuda":
             inputs = inputs.pin_memory()  # from pageable memory the copy would wait for the device
         trunk = self.trunk
@@ -79,14 +84,16 @@ class RowForward:
     def describe(self) -> str:
         """For the log."""
         if not self.one_pass:
-            return f"documents one by one, {self._own_attention} attention, layers not compiled"
-        if not self.trunk.packed:
-            return f"{self._own_attention} attention under a dense mask, layers not compiled"
-        text = "flex attention without a dense mask"
-        if self._compile_seconds is None:
-            return f"{text}, layers not compiled"
-        text += f", layers compiled in {self._compile_seconds:.1f} s"
-        return text if self._recorded is None else f"{text}, each row one CUDA graph"
+            text = f"documents one by one, {self._own_attention} attention"
+        elif not self.trunk.packed:
+            text = f"{self._own_attention} attention under a dense mask"
+        else:
+            text = "flex attention without a dense mask"
+        compiled = "not compiled" if self._compile_seconds is None else f"compiled in {self._compile_seconds:.1f} s"
+        text += f", layers {compiled}"
+        if self._recorded is not None:
+            text += ", each row one CUDA graph"
+        return text if self._target.ways == 1 else f"{text}, split over {self._target.ways} processes"
 
     def _packed_trunk(self, anatomy: Anatomy, last_hidden: bool) -> Trunk | None:
         """A trunk with packed attention, if it is asked for and the model allows it."""
@@ -148,7 +155,7 @@ class RowForward:
             )
             return
         self._compile_seconds = time.monotonic() - started
-        if target.device.type != "cuda":
+        if target.device.type != "cuda" or target.ways > 1:  # sums between devices stay out of graphs
             return
         try:
             self._recorded = RecordedRow(trunk, on_device, features)

@@ -34,6 +34,7 @@ class Target:
     head: torch.Tensor  # [V, H]
     anatomy: Anatomy | None
     attention: str = "auto"  # as configured
+    ways: int = 1  # processes that share its layers (`dflash_mp.target.split`)
 
 
 def load_target(config: TargetConfig) -> Target:

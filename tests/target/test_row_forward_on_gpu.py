@@ -81,7 +81,7 @@ def test_the_graph_gives_what_the_layers_give_without_it(tmp_path: Path) -> None
     slow = Capture(target, keep_target=True, row_tokens=TOKENS, compiled=False)
     for row in rows():
         error = vector_error(features(fast, row), features(slow, row))
-        assert error <= TOLERANCE[torch.bfloat16] / 4
+        assert error <= TOLERANCE[torch.bfloat16] / 2
     assert slow.forward.describe() == "flex attention without a dense mask, layers not compiled"
 
 

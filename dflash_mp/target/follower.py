@@ -1,0 +1,58 @@
+"""`python -m dflash_mp.target.follower`: a process of a split feeder that isn't its leader (`dflash_mp.target.split_group`).
+
+Started by the leader only, which hands it the configuration; makes the same target, capture and self-check as the leader, then its passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import torch
+
+from dflash_mp import logs
+from dflash_mp.config import RunConfig
+from dflash_mp.data.store import open_dataset
+from dflash_mp.errors import DflashError
+from dflash_mp.process import die_with_parent
+from dflash_mp.target.capture import Capture
+from dflash_mp.target.split import load_split
+from dflash_mp.target.split_group import Follower
+
+log = logging.getLogger("dflash_mp.feed")
+
+
+def main() -> None:
+    """Ends with 0 when the leader has done, with a `DflashError`'s exit code when it can't follow."""
+    die_with_parent()
+    follower = Follower(sys.stdin.buffer)
+    index = int(follower.facts["index"])
+    logs.start(logs.Speaker(f"feeder {index}, process", follower.share.rank), logs.Settings.of(os.environ))
+    try:
+        _follow(follower)
+    except DflashError as error:
+        log.error("%s", error)
+        sys.exit(error.exit_code)
+
+
+def _follow(follower: Follower) -> None:
+    config = RunConfig.model_validate(follower.facts["config"])
+    if config.feed.threads:
+        torch.set_num_threads(config.feed.threads)
+    dataset = open_dataset(config)
+    row = dataset.row("train", 0)
+    follower.join()
+    target = load_split(config.target, follower.share, row)
+    capture = Capture(
+        target,
+        last_hidden=config.train.objective == "distill",
+        row_tokens=dataset.manifest.row_tokens,
+        compiled=config.feed.compile,
+    )
+    capture.self_check(row)
+    follower.follow(capture)
+
+
+if __name__ == "__main__":
+    main()
