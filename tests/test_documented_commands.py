@@ -84,6 +84,7 @@ NOT_RUN = (
         r"train\.(objective|schedule)=",
         "the run above with another objective; tests/drafter/test_objectives.py trains with each",
     ),
+    (r"train\.precision=", "the run above in fp8; tests/drafter/test_fp8_training.py trains with it"),
     (r"stream\.wire_dtype=", "the run above with other rows; tests/integration/test_rows_in_fp8.py runs it"),
     (r"-c compare\.yaml", "minutes; the session runs the same commands"),
     (r"configs/embedded-h200\.yaml", "for a GPU; the session runs the same commands"),

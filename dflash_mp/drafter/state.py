@@ -50,6 +50,7 @@ def build_trainer(
     `embedding` and `head` [V, H] are the target's. Raises `ConfigError` or `CheckpointError`.
     """
     options, device = config.train, world.device
+    arithmetic.check(options, device)
     torch.manual_seed(
         config.seed
     )  # training draws nothing from it; what a checkpoint keeps of it is the same in every run
