@@ -84,8 +84,11 @@ class Plans:
         )
 
     def feeder(self, row_tokens: int | None = None) -> Memory:
-        """Of a feeder."""
-        return feeder_memory(self.size.info, self.size.parameters, row_tokens or self.config.data.row_tokens)
+        """Of a feeder, or of each of the processes that share its target."""
+        info = self.size.info
+        whole = info.vocab_size * info.hidden_size * (1 if info.tied_head else 2)
+        share = whole + max(0, self.size.parameters - whole) // self.config.feed.tensor_parallel
+        return feeder_memory(info, min(share, self.size.parameters), row_tokens or self.config.data.row_tokens)
 
 
 def check_fit(plans: Plans, gpus: Sequence[Gpu]) -> list[Finding]:
@@ -127,11 +130,11 @@ def _placement(plans: Plans, gpus: Sequence[Gpu]) -> dict[int, list[tuple[str, M
             placed.setdefault(rank, []).append((f"drafter {rank}", plans.drafter()))
     numbers = plans.feeders_here if config.gpus is None else [0]
     for number in numbers if plans.feeds else ():
-        device = config.feed.devices[number] if config.feed.devices else config.target.device
-        kind, _, index = ("cuda" if device == "auto" and gpus else device).partition(":")
-        if kind == "cuda":
-            where = 1 if config.gpus is not None else int(index or 0)
-            placed.setdefault(where, []).append((f"feeder {number}", plans.feeder()))
+        for device in config.feeder_devices(number):
+            kind, _, index = ("cuda" if device == "auto" and gpus else device).partition(":")
+            if kind == "cuda":
+                where = 1 if config.gpus is not None else int(index or 0)
+                placed.setdefault(where, []).append((f"feeder {number}", plans.feeder()))
     return placed
 
 
@@ -188,6 +191,7 @@ def _host(plans: Plans, gpus: Sequence[Gpu]) -> Finding:
     rank_load = 4 * p + frozen if plans.on_gpu else plans.drafter().nbytes
     window = int(config.stream.window_mib * 2**20)
     feeders = len(plans.feeders_here)
+    feeder_load *= config.feed.tensor_parallel
     of_feeders = int(feeders * (feeder_load + one_feeder)) if plans.feeds else 0
     of_drafters = int(plans.drafters * (rank_load + window)) if plans.trains else 0
     needed = of_feeders + of_drafters if config.gpus is None else max(of_feeders, of_drafters)
