@@ -266,14 +266,14 @@ class _Fleet:
 
     def kill(self, running: Running) -> None:
         """SIGKILL, and wait until it and the ranks that it started are gone, and with them what they had on a GPU."""
-        pids = [running.process.pid, *children_of(running.process.pid)]
+        ranks = children_of(running.process.pid)
         if running.exit_code is None:
             send_signal(running.process.pid, signal.SIGKILL)
         running.process.wait(_GONE_SECONDS)
         deadline = time.monotonic() + _GONE_SECONDS
-        while any(Path(f"/proc/{pid}").exists() for pid in pids[1:]):
+        while any(map(_lives, ranks)):
             if time.monotonic() > deadline:
-                raise DflashError(f"processes {pids[1:]} do not end", "they hang in the kernel; see `dmesg`")
+                raise DflashError(f"processes {ranks} do not end", "they hang in the kernel; see `dmesg`")
             time.sleep(0.05)
         with suppress(ValueError):
             self._running.remove(running)
@@ -286,3 +286,14 @@ class _Fleet:
     ) -> None:
         for running in list(self._running):
             self.kill(running)
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit code, which nobody may collect."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
+    except OSError:
+        return False
