@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +75,13 @@ def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         case_target("9b")
     assert "8b, 0.6b, tiny" in caught.value.remedy
+
+
+def test_a_target_that_two_processes_share_is_compared_with_the_whole_one(tmp_path: Path) -> None:
+    write_tiny_target(tmp_path, layers=6, heads=4, kv_heads=2)
+    words = ["--target", str(tmp_path), "--tokens", "64", "--rounds", "2", "--tensor-parallel", "2"]
+    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "capture", *words, "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "split over 2 processes" in done.stdout
+    assert "(allowed 0.0001): ok" in done.stdout

@@ -100,11 +100,10 @@ def bench_capture(
 ) -> CaptureBench:
     """Measure `rounds` alternating pairs. `tokens`: None is 4,096 on CUDA, else 512. Raises `TargetError` if the target can't be used."""
     device = target.device
-    tokens = tokens or (4096 if device.type == "cuda" else 512)
-    documents = min(documents, tokens)
+    tokens = tokens or default_tokens(device)
     skipped, operations = skipped_share(target), row_operations(target, tokens)
     capture = Capture(target, keep_target=True, row_tokens=tokens, compiled=compiled)
-    rows = [_row(tokens, documents, target.info.vocab_size, seed) for seed in range(_ROWS)]
+    rows = [bench_row(tokens, documents, target.info.vocab_size, seed) for seed in range(_ROWS)]
     out = torch.empty(tokens, target.info.feature_width, dtype=target.embedding.dtype, device=device)
     first = timed(lambda: capture.capture(rows[0], out), device)
     capture.self_check(rows[1])
@@ -126,7 +125,7 @@ def bench_capture(
         times["capture"].append(timed(partial(capture.capture, rows[number], out), device))
     return CaptureBench(
         tokens=tokens,
-        documents=documents,
+        documents=min(documents, tokens),
         layers_run=target.info.layer_ids[-1] + 1,
         layers=target.info.num_layers,
         how=capture.forward.describe(),
@@ -138,6 +137,11 @@ def bench_capture(
         matmul_rate=matmul_rate(device, target.embedding.dtype),
         on_gpu=device.type == "cuda",
     )
+
+
+def default_tokens(device: torch.device) -> int:
+    """Tokens of a row worth measuring."""
+    return 4096 if device.type == "cuda" else 512
 
 
 def skipped_share(target: Target) -> float:
@@ -164,8 +168,9 @@ def _matrix_weights(anatomy: Anatomy, layer: int) -> int:
     return sum(parameter.numel() for parameter in anatomy.layers[layer].parameters() if parameter.dim() > 1)
 
 
-def _row(tokens: int, documents: int, vocab_size: int, seed: int) -> TokenRow:
+def bench_row(tokens: int, documents: int, vocab_size: int, seed: int) -> TokenRow:
     """Random tokens in so many documents of random lengths."""
+    documents = min(documents, tokens)
     generator = np.random.default_rng(seed)
     cuts = np.sort(generator.choice(np.arange(1, tokens), documents - 1, replace=False))
     numbers = np.searchsorted(cuts, np.arange(tokens), side="right")

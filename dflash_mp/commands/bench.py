@@ -69,6 +69,7 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
     "capture",
     examples=(
         "dflash-mp bench capture --case 8b",
+        "dflash-mp bench capture --case 8b --tensor-parallel 2",
         "dflash-mp bench capture --target Qwen/Qwen3-0.6B --tokens 2048",
         "dflash-mp bench capture --target demo/SmolLM2-135M-Instruct --device cpu --threads 1",
     ),
@@ -88,6 +89,14 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
 @click.option(
     "--compile/--no-compile", "compiled", default=None, help="Compile the target's layers; default: on CUDA only."
 )
+@click.option(
+    "--tensor-parallel",
+    "ways",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Share the target among so many processes, against one.",
+)
 @click.option("--threads", type=int, help="CPU threads.")
 def bench_capture(
     target: str | None,
@@ -98,21 +107,31 @@ def bench_capture(
     device: str,
     dtype: str,
     compiled: bool | None,
+    ways: int,
     threads: int | None,
 ) -> None:
     """A feeder's truncated forward against the model's own forward with all hidden states."""
     import torch
 
     from dflash_mp.bench.capture import bench_capture as measure
-    from dflash_mp.bench.capture import case_target
+    from dflash_mp.bench.capture import case_target, default_tokens
+    from dflash_mp.bench.capture_split import SplitWork, bench_split
     from dflash_mp.config import TargetConfig
     from dflash_mp.target.load import load_target
+    from dflash_mp.target.model import target_device
 
     if (target is None) == (case is None):
         raise click.UsageError("give either --target or --case")
     if threads is not None:
         torch.set_num_threads(threads)
     start_logs("capture")
+    if ways > 1:
+        first = target_device(device)
+        devices = [target_device(f"cuda:{i}") if first.type == "cuda" else first for i in range(ways)]
+        work = SplitWork(target, case, dtype, tokens or default_tokens(first), documents, compiled)
+        for line in bench_split(work, devices, rounds).lines():
+            click.echo(line)
+        return
     if case is not None:
         loaded = case_target(case, device, dtype)
     else:
