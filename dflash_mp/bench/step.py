@@ -80,6 +80,13 @@ class StepCase:
         of_context = self.layers * 2 * h * kv + self.taps * h * h
         return 6.0 * (draft * of_draft + context * of_context) + 4.0 * draft * h * self.vocab_size
 
+    def fp8_floor(self, products: Fp8Products, bf16_rate: float) -> float:
+        """Seconds of these products in fp8: `fc` in bf16, the head's gradient with full sums, the others with fast ones."""
+        fused = 6.0 * self.rows * self.row_tokens * self.taps * self.hidden_size**2
+        full = 2.0 * self.rows * self.anchors * self.block_size * self.hidden_size * self.vocab_size
+        fast = self.operations() - fused - full
+        return fast / products.fast_rate + full / products.full_rate + fused / bf16_rate
+
 
 CASES = {
     case.name: case
@@ -103,11 +110,13 @@ class Bf16Twin:
     fp8_seconds: float  # in the same turns
     gradient_error: float
     products: Fp8Products
+    floor: float  # seconds that the products of a step in fp8 take at the rates of this run
 
     def text(self) -> str:
         return (
             f"; {self.seconds / self.fp8_seconds:.2f} × as fast as in bf16 ({self.seconds * 1e3:.1f} ms by turns, "
-            f"worst gradient error {self.gradient_error:.1e}); {self.products.text()}"
+            f"worst gradient error {self.gradient_error:.1e}); {self.products.text()}; "
+            f"a step's products alone would take {self.floor * 1e3:.1f} ms"
         )
 
 
@@ -172,7 +181,7 @@ def bench_step(case: StepCase, device: torch.device, precision: Precision, *, re
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     updating = _optimizer_seconds(model, step, device)
     floor = _OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters()) / copy_rate(device)
-    twin = _bf16_twin(case, device, step, batches, repeats) if fp8 else None
+    twin = _bf16_twin(case, device, step, batches, repeats, matmul) if fp8 else None
     rate = case.operations() / seconds
     return StepResult(case, precision, first, seconds, updating, floor, rate, matmul, peak, error, twin)
 
@@ -248,7 +257,12 @@ def _stepper(model: DraftModel, objective: Objective, batches: list[MicroBatch])
 
 
 def _bf16_twin(
-    case: StepCase, device: torch.device, step: Callable[[int], None], batches: list[MicroBatch], repeats: int
+    case: StepCase,
+    device: torch.device,
+    step: Callable[[int], None],
+    batches: list[MicroBatch],
+    repeats: int,
+    bf16_rate: float,
 ) -> Bf16Twin:
     """The passes `step` in fp8 and the same in bf16, by turns."""
     model, objective = build(case, device, torch.bfloat16)
@@ -261,7 +275,8 @@ def _bf16_twin(
     seconds = [(timed(partial(twin, n), device), timed(partial(step, n), device)) for n in range(repeats)]
     bf16, fp8 = (statistics.median(each) for each in zip(*seconds, strict=True))
     error = gradient_error(CASES["tiny"], device, torch.bfloat16)
-    return Bf16Twin(bf16, fp8, error, measure_products(device))
+    products = measure_products(device)
+    return Bf16Twin(bf16, fp8, error, products, case.fp8_floor(products, bf16_rate))
 
 
 def _random_row(case: StepCase, random: torch.Generator) -> RowTensors:

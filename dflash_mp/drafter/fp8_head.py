@@ -3,7 +3,7 @@
 Both products have scales finer than a tensor's, applied in float32 where the values are read anyway. Logits: a scale per position and one per token of
 the vocabulary. Gradient: Σ over the vocabulary of (probability − label) · head row. The label's term, the largest, leaves the sum and is added
 from the head's own rows, unrounded; the others go into the product as multiples of the most probable one (e4m3 keeps those above
-1/458,752 of it), and the head's columns have a scale each. Sums over a vocabulary keep all bits (`fast=False`): most terms are tiny.
+1/458,752 of it), and the head's columns have a scale each.
 
 The head is rounded once per process, in both directions in memory: 2·V·H bytes beside the head itself. A vocabulary that isn't a multiple of 16 is
 filled up with rows of zeros, which no softmax sees; the hidden size must be one.
@@ -21,6 +21,10 @@ import torch.nn.functional as F
 from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, multiply, round_to_fp8
 
 _ROWS_AT_ONCE = 16_384  # of the head, while it is rounded
+_FAST_LOGITS, _FAST_GRADIENT = (
+    True,
+    False,
+)  # see fp8_products.py; the gradient's sums are as long as the vocabulary, of mostly tiny terms
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,14 @@ def score(
         return _compiled(function) if compiled else function
 
     values, position_scale = run(quantise_rows)(hidden)
-    raw = multiply(values, head.one, head.rows, head.one, hidden.dtype, fast=True)
+    raw = multiply(values, head.one, head.rows, head.one, hidden.dtype, fast=_FAST_LOGITS)
     loss, right, slope, factor, of_label = run(_position_terms)(
         raw, position_scale, head.row_scale, teacher, labels, scale, softcap
     )
     del raw  # as large as all the rest of a chunk
     if not differentiate:
         return Scored(loss, right, None)
-    product = multiply(slope, head.one, head.columns, head.one, hidden.dtype, fast=False)
+    product = multiply(slope, head.one, head.columns, head.one, hidden.dtype, fast=_FAST_GRADIENT)
     gradient = run(_combine)(product, head.column_scale, factor, of_label, head.weight, labels)
     return Scored(loss, right, gradient)
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import blockwise_mask, dense_mask, flex_mask
 from dflash_mp.drafter.loss import block_loss, slot_weights
-from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.model import DraftModel, RMSNorm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +57,22 @@ def test_the_gpu_path_gives_the_cpu_numbers_and_compiles_once(build, recompute) 
             torch.testing.assert_close(mine, expected[name], atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
         counts.append(counters["stats"]["unique_graphs"])
     assert counts[0] == counts[-1], counts
+
+
+def test_the_norms_outside_the_layers_round_as_those_inside() -> None:
+    norm = RMSNorm(96, 1e-6).bfloat16()
+    norm.weight.data.normal_()
+    x, slope = (torch.randn(5, 96).bfloat16() for _ in range(2))
+    found = []
+    for device in ("cpu", "cuda"):
+        norm.to(device)
+        leaf = x.to(device).requires_grad_()
+        out = norm(leaf)
+        found.append(
+            [each.float().cpu() for each in (out, *torch.autograd.grad(out, (leaf, norm.weight), slope.to(device)))]
+        )
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
 
 
 def test_flex_attention_runs_fused_without_compiled_layers() -> None:

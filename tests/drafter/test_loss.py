@@ -12,7 +12,7 @@ from reference import loss_slow, random_batch, small_shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_mp.drafter.attention import blockwise_mask
-from dflash_mp.drafter.loss import _cross_entropy, block_loss, default_gamma, slot_weights
+from dflash_mp.drafter.loss import _cross_entropy, block_loss, chunk_size, default_gamma, slot_weights
 from dflash_mp.drafter.model import DraftModel
 
 
@@ -85,6 +85,17 @@ def test_what_is_compiled_sees_one_shape_however_many_slots_are_scored() -> None
             block_loss(hidden, head, labels, weights, compiled=True)
     assert len(shapes) == 3
     assert len(set(shapes)) == 1
+
+
+def test_compiled_chunks_have_one_length_and_are_no_longer_than_allowed() -> None:
+    assert chunk_size(7680, True, True) == 3840
+    assert chunk_size(7680, True, False) == 4096, "nothing is gained where nothing is compiled"
+    for positions in (1, 100, 4096, 4097, 7680, 28_672, 100_001):
+        size = chunk_size(positions, True, True)
+        assert size <= 4096
+        assert -(-positions // size) == -(-positions // 4096), "not one chunk more"
+        assert size % 128 == 0
+    assert chunk_size(100, False, True, most=20) == 20
 
 
 def test_sums_do_not_depend_on_how_rows_are_split() -> None:
