@@ -74,7 +74,7 @@ def random_target(config: TargetConfig, seed: int = 0) -> Target:
     """As `load_target` of the directory `config.path`, but with random weights. Raises `TargetError`."""
     source, device = locate(config), target_device(config.device)
     model_config = AutoConfig.from_pretrained(source.location)
-    attention = None if config.attention == "auto" else config.attention
+    attention = None if config.attention in ("auto", "packed") else config.attention
     model = random_model(model_config, device, target_dtype(config.dtype, device), seed, attention)
     return assemble(model, load_tokenizer(config), source.name, config)
 

@@ -92,6 +92,7 @@ def _twin(
     twin = copy.copy(module)
     inner = module._modules if children is None else children
     twin._modules = {name: child if child is None else _twin(child, configs, packed) for name, child in inner.items()}
+    twin._buffers = dict(module._buffers)  # a rotary embedding that grows with the text replaces its own
     for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         setattr(twin, hooks, OrderedDict(getattr(module, hooks)))
     config = module.__dict__.get("config")

@@ -129,6 +129,10 @@ def _from_target(work: Work, numbers: list[int]) -> Rows:
 
     dataset = open_dataset(work.config)
     target = load_target(work.config.target)
+    if target.attention == "auto":
+        target.attention = (
+            "sdpa"  # transformers' own: packed attention compiles on CUDA, beside the drafters' threads that do
+        )
     plan = make_plan(work.config, dataset, target)
     capture, turn = Capture(target, last_hidden=plan.target.last_hidden), threading.Lock()
     capture.self_check(dataset.row("train", 0))

@@ -133,6 +133,17 @@ def test_layers_that_cannot_be_compiled_are_run_as_they_are_with_a_warning(
     assert "layers not compiled" in capture.forward.describe()
 
 
+def test_a_trunk_that_replaces_its_buffers_leaves_the_models_alone(tmp_path: Path) -> None:
+    target, row = tiny(tmp_path, attention="packed"), rows()[0]
+    capture, other = Capture(target, keep_target=True), Capture(target, keep_target=True)
+    before = features(target, row, other)
+    rotary = capture.forward.trunk.module.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * 2
+    assert not torch.equal(features(target, row, capture), before)
+    assert torch.equal(features(target, row, other), before)
+    other.self_check(row)
+
+
 @pytest.fixture
 def with_sinks(tmp_path: Path) -> Path:
     config = GptOssConfig(
