@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -115,7 +115,13 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     return _PASSWORD_IN_ADDRESS.sub(r"\1:***@", text)
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # takes no type before Python 3.11
+
+
+class _Handler(_StreamHandler):
     """Writes to `out`, or to what is standard error when an event happens."""
 
     def __init__(self, speaker: Speaker, settings: Settings, out: TextIO | None) -> None:
