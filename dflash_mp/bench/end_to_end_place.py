@@ -105,7 +105,9 @@ class Place:
             rank = (*python, "dflash_mp.bench.on_device", ",".join(self._visible(count)), *rank)
         if local and count == 1:
             return Part(f"drafter, {phase}", rank, self._directory / f"{phase}.log")
-        torchrun = ("dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(count))
+        torchrun = ["dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(count)]
+        if self.processes.drafters[0] != "cpu" and not _shared(self.processes.drafters[:count]):
+            torchrun.append("--virtual-local-rank")  # as `dflash-mp run` does
         command = (*python, *torchrun, "-m", "dflash_mp.child", *rank)
         return Part(f"drafters, {phase}", command, self._directory / f"{phase}.log", leads=True)
 

@@ -2,7 +2,7 @@
 
 On a CPU the features of a single row are used where they lie, in the slot that received them, unless they came in fp8. On CUDA each row
 is one copy on a side stream, overlapped with the computation before it, also with the last of the step before; its slot is given back
-when the copy is done. Rows that do not exist (the global batch does not divide evenly) are empty: no document, no anchor.
+with the next micro-batch's loading, when the copy is long done. Rows that do not exist (the global batch does not divide evenly) are empty: no document, no anchor.
 """
 
 from __future__ import annotations

@@ -6,9 +6,12 @@ Which one goes first changes no result. In a world of one there is nothing to wa
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
+
+import torch
 
 from dflash_mp.drafter.world import World
 
@@ -24,7 +27,9 @@ def one_first(world: World, compile_here: Callable[[], object], wait_seconds: fl
     """
     if world.store is None or world.local_size == 1:
         return
-    here = f"dflash-mp/compiled/{socket.gethostname()}"
+    if world.device.type == "cuda" and torch.cuda.device_count() > 1:
+        return  # code is kept by the device's number: another rank's is of no use unless each sees its own as number 0
+    here = f"dflash-mp/compiled/{os.environ.get('GROUP_RANK', '0')}/{socket.gethostname()}"
     if world.store.add(f"{here}/ranks", 1) == 1:
         compile_here()
         world.store.set(here, "")

@@ -122,10 +122,14 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
     """
     if world.size == 1:
         return module
+    # Dynamo would cut what is compiled where one of DDP's buckets ends, in the middle of a layer. Layers are compiled one by one: that
+    # alone lets reduction overlap with the backward pass.
+    torch._dynamo.config.optimize_ddp = False
     parallel = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # there are none; and one rank alone may go first (`compile_order`)
     )
     parallel.register_comm_hook(None, _sum_gradients)
     return parallel

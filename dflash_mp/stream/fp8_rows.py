@@ -5,7 +5,8 @@ or, where they are very small beside that largest one, by 2⁻¹⁰ scales. Taps
 each other, and tokens because a few tokens of a text have values a thousand times those of the others.
 
 Zeros stay zeros. A token with a value that isn't finite gets a scale that isn't, and `not_finite` finds it. Same input, same bytes, on any device.
-Both directions work on the device where the states are; besides their result they need memory for one tap in float32.
+Both directions work on the device where the states are; besides their result they need memory for one tap in float32
+(dequantising on a CPU: for a whole row).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def quantise(states: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -
     """
     taps = scales.shape[1]
     for tap, (part, place) in enumerate(zip(states.chunk(taps, 1), values.chunk(taps, 1), strict=True)):
-        scale = (part.abs().amax(1).float() / LARGEST).clamp_min_(_SMALLEST)
+        # A division by a number is one on a CPU, and on CUDA a product with its reciprocal: that rounds otherwise.
+        scale = (part.abs().amax(1).float() * (1 / LARGEST)).clamp_min_(_SMALLEST)
         place.copy_(part / scale[:, None])
         scales[:, tap] = scale
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import Batch, random_batch, small_shape
 from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import AttentionMask, BlockLayout, blockwise_mask, dense_mask
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.world import World, data_parallel
 
 
 def gradients(model: DraftModel, batch: Batch, build: Callable[[BlockLayout], AttentionMask]) -> list[torch.Tensor]:
@@ -43,6 +45,24 @@ def test_layers_compile_once_whatever_the_rows(build, recompute) -> None:
         for mine, theirs in zip(gradients(model, batch, build), gradients(plain, batch, build), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
     assert graphs() - before == 1
+
+
+def test_a_layer_larger_than_ddps_buckets_is_compiled_whole() -> None:
+    torch.compiler.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shape = small_shape(hidden_size=256, intermediate_size=16_384)  # 50 MB; a bucket has 25 MiB
+        model = DraftModel(shape)
+        model.init_weights(0)
+        compiled = []
+        model.compile_layers(backend=lambda graph, inputs: compiled.append(graph) or graph)
+        parallel = data_parallel(model, World(0, 2, 0, 2, torch.device("cpu")))
+        batch = random_batch(1, shape)
+        mask = blockwise_mask(batch.blocks.layout(batch.documents))
+        parallel(batch.features, batch.noise, batch.positions, batch.blocks.positions.flatten(1), mask).sum().backward()
+        assert len(compiled) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("build", [blockwise_mask, dense_mask])

@@ -40,7 +40,7 @@ def twin(states: torch.Tensor, taps: int) -> torch.Tensor:
         parts, results = states[token].view(taps, -1), out[token].view(taps, -1)
         for part, result in zip(parts, results, strict=True):
             exact = part.float().numpy()
-            scale = max(np.abs(exact).max() / np.float32(LARGEST), np.finfo(np.float32).tiny)
+            scale = max(np.abs(exact).max() * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
             for place, value in enumerate(exact):
                 away = np.abs(np.abs(np.float64(value / scale)) - table)
                 nearest = np.lexsort((even, away))[0]
@@ -92,7 +92,7 @@ def test_the_largest_values_come_back_and_zeros_stay_zeros(dtype: torch.dtype) -
     states = torch.tensor([[value, 0.0, -value, 0.0] for value in values]).to(dtype)
     got = through(states, 1)
     assert got.isfinite().all()
-    torch.testing.assert_close(got, states, rtol=2e-7, atol=0)
+    torch.testing.assert_close(got, states, rtol=4e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
