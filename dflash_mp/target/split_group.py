@@ -32,7 +32,7 @@ from dflash_mp.target.split import GROUP_SECONDS, Share, join_group
 
 log = logging.getLogger("dflash_mp.feed")
 _LENGTH = struct.Struct("<q")
-_END_SECONDS = 15.0
+_END_SECONDS = 8.0
 _LOOK_SECONDS = 0.2
 
 
