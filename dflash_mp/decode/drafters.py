@@ -54,8 +54,9 @@ def read_drafter(path: Path) -> TrainedDrafter:
 
 def untrained_drafter(shape: DrafterShape, seed: int) -> TrainedDrafter:
     """A drafter as training begins with it."""
-    model = DraftModel(shape)
-    model.init_weights(seed)
+    with torch.device("meta"):
+        model = DraftModel(shape)
+    model.to_empty(device="cpu").init_weights(seed)
     return TrainedDrafter("untrained", shape, model.state_dict(), None)
 
 

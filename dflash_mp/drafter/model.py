@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ from dflash_mp.drafter.shape import DrafterShape
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin [b, 1, length, head_dim]
 KeyValue = tuple[torch.Tensor, torch.Tensor]  # [b, kv_heads, length, head_dim] each
 
-_INIT_STD = 0.02
+_INIT_STD, _INIT_THREADS = 0.02, 8
 
 
 class DraftModel(nn.Module):
@@ -113,19 +114,25 @@ class DraftModel(nn.Module):
         for layer in self.layers:
             layer.compile(**{"dynamic": False, "fullgraph": True, **options})
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Fill every parameter: matrices normal with deviation 0.02, norms 1.
 
-        A function of `seed` and the parameters' names alone: the same on every rank and device, and rounded in another dtype.
+        A function of `seed` and the parameters' names alone: the same on every rank and device, and rounded in another dtype. Each of up to
+        eight threads (at most as many as PyTorch uses) holds one matrix in float32; a billion values take one of them a quarter of a minute.
         """
-        for name, parameter in self.named_parameters():
+
+        @torch.no_grad()
+        def fill(name: str, parameter: nn.Parameter) -> None:
             if parameter.dim() < 2:
                 parameter.fill_(1.0)
-                continue
+                return
             key = np.array([seed, zlib.crc32(name.encode())], dtype=np.uint64)
             values = np.random.Generator(np.random.Philox(key=key)).standard_normal(parameter.shape, dtype=np.float32)
-            parameter.copy_(torch.from_numpy(values).mul_(_INIT_STD))
+            parameter.copy_(torch.from_numpy(np.multiply(values, np.float32(_INIT_STD), out=values)))
+
+        with ThreadPoolExecutor(min(_INIT_THREADS, torch.get_num_threads())) as threads:
+            for filled in [threads.submit(fill, *named) for named in self.named_parameters()]:
+                filled.result()
 
     def _fuse(self, features: torch.Tensor) -> torch.Tensor:
         fused: torch.Tensor = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))

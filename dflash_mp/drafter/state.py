@@ -57,12 +57,13 @@ def build_trainer(
     shape = DrafterShape.from_config(config.drafter, plan.target)
     dtype = arithmetic.compute_dtype(options, device)
     objective = Objective.of(shape, embedding, head, options, device, dtype)
-    model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing, fp8=options.precision == "fp8")
+    with torch.device("meta"):  # PyTorch's own initial values would take seconds
+        model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing, fp8=options.precision == "fp8")
+    model.to(dtype).to_empty(device=device)
+    model.init_weights(config.seed)
     if world.rank == 0:
         for fallback in arithmetic.fallbacks(model, objective, options, device):
             log.warning("%s", fallback)
-    model.init_weights(config.seed)
-    model.to(device=device, dtype=dtype)
     optimizer = MasterAdamW(model.named_parameters(), options)
     step = _restore(optimizer, shape, config, plan, world, resume)
     if compiles(options, device):
