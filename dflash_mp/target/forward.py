@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from dflash_mp.errors import TargetError
 from dflash_mp.target.agreement import TOLERANCE, vector_error
@@ -77,7 +77,13 @@ class RowForward:
             if self._recorded is not None:
                 self._recorded.run(inputs, out, last)
                 return
-        final = trunk(inputs.to(out.device, non_blocking=True), out)
+        try:
+            final = trunk(inputs.to(out.device, non_blocking=True), out)
+        except TorchDynamoException as error:  # of attention alone, where layers are not compiled
+            raise TargetError(
+                f"flex attention can't be compiled for {self._target.info.name}: {_short(error)}",
+                "set target.attention to sdpa, or to eager if the target caps its attention logits",
+            ) from error
         if last is not None:
             last.copy_(final)
 
@@ -165,7 +171,7 @@ class RowForward:
             log.warning(
                 "a row of %s can't be recorded as a CUDA graph, so the CPU launches its kernels one by one: %s",
                 target.info.name,
-                _short(error),
+                _short(error.__context__ or error),  # the recording's end only says that something was wrong before
             )
 
 
@@ -175,6 +181,4 @@ def _pays(device: torch.device) -> bool:
 
 
 def _short(error: BaseException) -> str:
-    """With what it came from: a recording that ends in an error says only that it did."""
-    first = error if error.__context__ is None else error.__context__
-    return (" ".join(str(first).split()) or type(first).__name__)[:600]
+    return (" ".join(str(error).split()) or type(error).__name__)[:600]

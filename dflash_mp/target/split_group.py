@@ -40,7 +40,8 @@ class SplitGroup:
     """The leader's side. `module` is run with -m as each follower, on `devices[1:]`, and is told `facts`. Leaving the context ends them."""
 
     def __init__(self, module: str, devices: Sequence[torch.device], facts: dict[str, Any]) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all are on this machine
         ways = len(devices)
         self.share = Share(0, ways, devices[0])
         self._store = dist.TCPStore(

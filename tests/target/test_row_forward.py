@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from target_rows import features, packed_row
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -18,6 +19,7 @@ from dflash_mp.config import TargetConfig
 from dflash_mp.data.row import TokenRow
 from dflash_mp.errors import TargetError
 from dflash_mp.target import forward as forward_module
+from dflash_mp.target import packed_attention
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import Target, load_target
 
@@ -130,6 +132,21 @@ def test_a_trunk_that_replaces_its_buffers_leaves_the_models_alone(tmp_path: Pat
     assert not torch.equal(features(target, row, capture), before)
     assert torch.equal(features(target, row, other), before)
     other.self_check(row)
+
+
+def test_attention_that_cannot_be_compiled_either_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny(tmp_path, attention="packed")
+    capture = Capture(target)
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise TorchDynamoException("no compiler")
+
+    monkeypatch.setattr(packed_attention, "_kernel", lambda query: fail)
+    with pytest.raises(TargetError, match=r"flex attention can't be compiled for .*: no compiler") as caught:
+        features(target, rows()[0], capture)
+    assert "target.attention" in caught.value.remedy
 
 
 @pytest.fixture

@@ -51,8 +51,16 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", "bfloat16"),
+        ("gemma2", "bfloat16"),
+        ("mistral", "bfloat16"),
+        ("llama", "bfloat16"),
+        ("qwen3", "float32"),
+    ],
+)
 def test_each_row_is_one_graph_and_the_models_own_features(tmp_path: Path, family: Family, dtype: str) -> None:
     capture = Capture(tiny(tmp_path, family, dtype=dtype), keep_target=True, row_tokens=TOKENS)
     for row in rows():
