@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -57,16 +58,32 @@ class RowForward:
             self._fast.compile_layers()
         self._compile_seconds: float | None = None
         self._recorded: RecordedRow | None = None
-        #: Told of each pass before it begins, for processes that compute it with this one.
-        self.announce: Callable[[torch.Tensor], None] | None = None
+        #: Entered with the inputs of each pass and left when it is queued, for processes that compute it with this one.
+        self.together: Callable[[torch.Tensor], AbstractContextManager[None]] = lambda inputs: nullcontext()
 
     def __call__(self, inputs: torch.Tensor, out: torch.Tensor, last: torch.Tensor | None) -> None:
         """Fill `out` [S, K·H] and `last` [S, H] on the target's device, in inference mode. On CUDA the work is queued on the current stream.
 
         `inputs`: int64 [3, S] on the CPU: ids, positions, documents. The first row of `row_tokens` tokens compiles and records.
         """
-        if self.announce is not None:
-            self.announce(inputs)
+        with self.together(inputs):
+            self._pass(inputs, out, last)
+
+    def describe(self) -> str:
+        """For the log."""
+        if not self.one_pass:
+            text = f"documents one by one, {self._own_attention} attention"
+        elif not self.trunk.packed:
+            text = f"{self._own_attention} attention under a dense mask"
+        else:
+            text = "flex attention without a dense mask"
+        compiled = "not compiled" if self._compile_seconds is None else f"compiled in {self._compile_seconds:.1f} s"
+        text += f", layers {compiled}"
+        if self._recorded is not None:
+            text += ", each row one CUDA graph"
+        return text if self._target.ways == 1 else f"{text}, split over {self._target.ways} processes"
+
+    def _pass(self, inputs: torch.Tensor, out: torch.Tensor, last: torch.Tensor | None) -> None:
         if out.device.type == "cuda":
             inputs = inputs.pin_memory()  # from pageable memory the copy would wait for the device
         trunk = self.trunk
@@ -86,20 +103,6 @@ class RowForward:
             ) from error
         if last is not None:
             last.copy_(final)
-
-    def describe(self) -> str:
-        """For the log."""
-        if not self.one_pass:
-            text = f"documents one by one, {self._own_attention} attention"
-        elif not self.trunk.packed:
-            text = f"{self._own_attention} attention under a dense mask"
-        else:
-            text = "flex attention without a dense mask"
-        compiled = "not compiled" if self._compile_seconds is None else f"compiled in {self._compile_seconds:.1f} s"
-        text += f", layers {compiled}"
-        if self._recorded is not None:
-            text += ", each row one CUDA graph"
-        return text if self._target.ways == 1 else f"{text}, split over {self._target.ways} processes"
 
     def _packed_trunk(self, anatomy: Anatomy, last_hidden: bool) -> Trunk | None:
         """A trunk with packed attention, if it is asked for and the model allows it."""

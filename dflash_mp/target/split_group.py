@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, BinaryIO, NoReturn
@@ -34,6 +35,7 @@ log = logging.getLogger("dflash_mp.feed")
 _LENGTH = struct.Struct("<q")
 _END_SECONDS = 8.0
 _LOOK_SECONDS = 0.2
+_BLAME_SECONDS = 2.0
 
 
 class SplitGroup:
@@ -67,7 +69,7 @@ class SplitGroup:
 
     def lead(self, capture: Capture) -> None:
         """From now on every pass of `capture` is one of all processes, which have come as far as this."""
-        capture.forward.announce = self._announce
+        capture.forward.together = self._together
 
     def __enter__(self) -> SplitGroup:
         return self
@@ -89,11 +91,17 @@ class SplitGroup:
         if error is None:
             dist.destroy_process_group()
 
-    def _announce(self, inputs: torch.Tensor) -> None:
+    @contextmanager
+    def _together(self, inputs: torch.Tensor) -> Iterator[None]:
         self._since = time.monotonic()
         for follower in self._followers:
             self._send(follower, inputs.contiguous().numpy().tobytes())
         self._since = None
+        try:
+            yield
+        except Exception as error:  # the others are in the middle of this row: there is no next one
+            self._blame_the_dead()
+            self._end(f"the leader could not compute a row: {error}")
 
     def _send(self, follower: subprocess.Popen[bytes], message: bytes) -> None:
         if follower.stdin is None:
@@ -102,20 +110,33 @@ class SplitGroup:
             follower.stdin.write(_LENGTH.pack(len(message)) + message)
             follower.stdin.flush()
         except BrokenPipeError:
-            rank = self._followers.index(follower) + 1
-            self._end(f"process {rank} (pid {follower.pid}) ended")
+            self._blame_the_dead()
+            self._end(f"process {self._followers.index(follower) + 1} (pid {follower.pid}) listens no more")
 
     def _watch(self) -> None:
         while not self._closing:
-            for rank, follower in enumerate(self._followers, 1):
-                code = follower.poll()
-                if code is not None and not self._closing:
-                    what = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-                    self._end(f"process {rank} (pid {follower.pid}) ended {what}")
+            if (dead := self._dead()) is not None and not self._closing:
+                self._end(dead)
             since = self._since
             if since is not None and time.monotonic() - since > GROUP_SECONDS:
                 self._end(f"one took no row for {GROUP_SECONDS:.0f} s")
             time.sleep(_LOOK_SECONDS)
+
+    def _blame_the_dead(self) -> None:
+        """A sum that failed may be the first thing that is seen of a follower's death."""
+        deadline = time.monotonic() + _BLAME_SECONDS
+        while time.monotonic() < deadline:
+            if (dead := self._dead()) is not None:
+                self._end(dead)
+            time.sleep(_LOOK_SECONDS)
+
+    def _dead(self) -> str | None:
+        for rank, follower in enumerate(self._followers, 1):
+            code = follower.poll()
+            if code is not None:
+                what = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+                return f"process {rank} (pid {follower.pid}) ended {what}"
+        return None
 
     def _end(self, what: str) -> NoReturn:
         """Not by raising: the thread that computes may wait for a sum that will never come."""

@@ -95,8 +95,13 @@ def test_a_split_feeder_serves_the_plain_rows_and_the_same_bits_after_a_restart_
     with started(run_file) as leader:
         assert all(torch.equal(a, b) for a, b in zip(received(config), rows, strict=True))
         (follower,) = children_of(leader.pid)
-        os.kill(follower, signal.SIGKILL)
-        _, log = leader.communicate(timeout=60)
+        os.kill(follower, signal.SIGSTOP)
+        with RowClient.of(config, 0, 1) as client:
+            client.connect()
+            client.schedule(iter(KEYS))
+            time.sleep(1.0)  # the leader waits in a sum
+            os.kill(follower, signal.SIGKILL)
+            _, log = leader.communicate(timeout=60)
         assert leader.returncode == TargetError.exit_code, log
         assert f"of the 2 processes that share the target, process 1 (pid {follower}) ended by signal 9" in log
 
