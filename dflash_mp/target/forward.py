@@ -113,7 +113,7 @@ class RowForward:
             if keeps_state(anatomy.config):
                 raise UnsupportedAttention("its layers carry state from token to token")
             trunk = Trunk(target.info, anatomy, last_hidden=last_hidden, packed=True)
-            if not self._isolates(trunk):
+            if not self._works(trunk):
                 raise UnsupportedAttention("documents of one row see each other all the same")
             return trunk
         except UnsupportedAttention as unsupported:
@@ -128,6 +128,15 @@ class RowForward:
                 unsupported,
             )
             return None
+
+    def _works(self, packed: Trunk) -> bool:
+        """Whether it isolates. Raises `UnsupportedAttention` for whatever else the model says to this attention."""
+        try:
+            return self._isolates(packed)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedAttention(f"{type(error).__name__}: {_short(error)}") from error
 
     def _isolates(self, trunk: Trunk) -> bool:
         """Whether the second of two packed documents stays the same when the first one changes."""

@@ -182,6 +182,21 @@ def test_a_model_with_sinks_keeps_its_own_attention_with_a_warning(
     capture.self_check(rows()[0])
 
 
+def test_a_model_that_fails_in_packed_attention_keeps_its_own_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_cuda(monkeypatch)
+
+    def refuse(query: Any) -> None:
+        raise ValueError("heads of 3")
+
+    monkeypatch.setattr(packed_attention, "_kernel", refuse)
+    with caplog.at_level(logging.WARNING):
+        capture = Capture(tiny(tmp_path), row_tokens=TOKENS)
+    assert "can't have flex attention (ValueError: heads of 3)" in caplog.text
+    capture.self_check(rows()[0])
+
+
 def test_packed_attention_that_was_asked_for_is_not_replaced(with_sinks: Path) -> None:
     target = load_target(TargetConfig(path=str(with_sinks), layer_ids=[0, 2], device="cpu", attention="packed"))
     with pytest.raises(TargetError, match="can't have packed attention: its attention has s_aux"):
