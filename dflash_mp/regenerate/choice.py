@@ -39,7 +39,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> t
     if 0 < sampling.top_k < logits.shape[-1]:
         scores, places = logits.topk(sampling.top_k, dim=-1)  # largest first
     else:
-        scores, places = logits.float().sort(dim=-1, descending=True, stable=True)
+        scores, places = logits.sort(dim=-1, descending=True, stable=True)  # in their own dtype: half the bytes
     probabilities = (scores.float() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities

@@ -156,6 +156,7 @@ def _why(refused: Answered) -> str:
 
 def _target(request: Request, say: Callable[[str], None]) -> tuple[_Answerer, dict[str, Any]]:
     from dflash_mp.regenerate.local import LocalOptions, answer_here, stop_tokens
+    from dflash_mp.regenerate.rotary import steady_positions
     from dflash_mp.regenerate.slots import SlotOptions
     from dflash_mp.target.load import load_target
 
@@ -163,12 +164,20 @@ def _target(request: Request, say: Callable[[str], None]) -> tuple[_Answerer, di
         raise ValueError("no target")
     target = load_target(request.target)
     info, how = target.info, request.answers
-    room = info.max_positions - how.max_new_tokens
+    if target.anatomy is None:
+        raise ValueError("the target's model was freed")
+    steady = steady_positions(target.anatomy.config)
+    positions = info.max_positions if steady is None else min(info.max_positions, steady)
+    room = positions - how.max_new_tokens
+    beyond = f" ({info.max_positions}, but texts beyond {positions} would change their neighbours' rotary embeddings)"
     if room < 1:
         raise ConfigError(
-            f"{how.max_new_tokens} new tokens don't fit the target's context of {info.max_positions}",
-            "lower --max-new-tokens",
+            f"{how.max_new_tokens} new tokens don't fit the target's context of {positions}"
+            + (beyond if positions < info.max_positions else ""),
+            "lower --max-new-tokens, or serve the target and give --server",
         )
+    if positions < info.max_positions:
+        say(f"{info.name}'s context is {positions} here{beyond}; for longer texts serve it and give --server")
     longest = room if request.max_prompt_tokens is None else min(room, request.max_prompt_tokens)
     slots = SlotOptions(
         request.batch, how.max_new_tokens, stop_tokens(target, how.thinking), how.sampling, request.cuda_graphs

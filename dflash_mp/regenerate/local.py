@@ -10,6 +10,7 @@ changes a token, and the rest of that answer with it).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -25,8 +26,9 @@ from dflash_mp.target.load import Target
 
 _STEPS = 8  # between two looks at which texts are done
 _REFILL = 16  # slots are filled again when one in so many is free: a pass of prompts costs as much as several of single tokens
-_WINDOW = 16  # questions that wait, for each slot
-_SHARE = 16  # while the device writes, conversations for one in so many slots are tokenised, or more if more have ended
+_WINDOW = 4  # questions that wait, for each slot
+_SHARE = 32  # while the device writes, conversations for one in so many slots are tokenised, or more if more have ended
+_AHEAD = 1.25  # conversations tokenised for each that has ended, until the window is full
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def answer_here(
     while more or waiting or running:
         ended = [(running.pop(text.slot), text) for text in slots.take()]
         if waiting and not checked:
-            slots.self_check(waiting[0].tokens)
+            slots.self_check(waiting[-1].tokens)  # the longest
             checked = True
         _start(slots, waiting, running, options)
         if running:
@@ -74,7 +76,7 @@ def answer_here(
         count = options.slots.slots
         filling = len(waiting) < (_WINDOW * count if filling else count)
         if more and filling:
-            wanted = max(-(-count // _SHARE), 2 * len(ended)) if running else count
+            wanted = max(-(-count // _SHARE), math.ceil(_AHEAD * len(ended))) if running else count
             chunk = list(islice(coming, wanted))
             fresh = reader.questions([(c, 0, list(c.parts[0]), 0) for c in chunk], done)
             waiting = sorted([*_room(fresh, options, done), *waiting], key=lambda question: len(question.tokens))

@@ -20,11 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _TILE = 64  # places that the kernel takes at a time; fewer where a key has more than 256 bytes
 _LARGEST = 256  # a head's size that the kernel takes
+_REFERENCE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN's, which may come first on Hopper
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
 
 
@@ -38,22 +40,32 @@ class Way(NamedTuple):
     why_not: str = ""
 
 
-def way_of(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> Way:
+def head_sizes(config: Any, size: int) -> tuple[int, int]:
+    """Values in a head's key and in its value; `size` where they are one (they differ in multi-head latent attention)."""
+    found = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if None in found:
+        return size, size
+    plain, rotated, value = map(int, found)  # type: ignore[arg-type]
+    return plain + rotated, value
+
+
+def way_of(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, value_size: int) -> Way:
     """The kernel where it can run and its results on random numbers are its twin's; takes seconds, for compilation."""
     if device.type != "cuda":
         return Way("dflash_plain", f"the device is {device.type}")
     if importlib.util.find_spec("triton") is None:
         return Way("dflash_plain", "Triton is not installed")
-    if size > _LARGEST:
-        return Way("dflash_plain", f"its heads have {size} values, more than {_LARGEST}")
+    if max(size, value_size) > _LARGEST:
+        return Way("dflash_plain", f"its heads have {max(size, value_size)} values, more than {_LARGEST}")
     draw = torch.Generator(device).manual_seed(0)
     query, keys, values = (
         torch.randn(shape, generator=draw, device=device, dtype=dtype)
-        for shape in ((3, heads, 1, size), (3, kv_heads, 256, size), (3, kv_heads, 256, size))
+        for shape in ((3, heads, 1, size), (3, kv_heads, 256, size), (3, kv_heads, 256, value_size))
     )
     spans = torch.tensor([[0, 0], [70, 255], [0, 130]], device=device)[:, None, None]
     try:
-        expected = attend_plainly(query, keys, values, seen_in(spans, 256))
+        with sdpa_kernel(_REFERENCE):
+            expected = attend_plainly(query, keys, values, seen_in(spans, 256))
         error = float((attend(query, keys, values, spans) - expected).abs().max())
     except Exception as problem:  # a compiler's errors have no common class; it is said, and the twin takes over
         return Way("dflash_plain", f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}")

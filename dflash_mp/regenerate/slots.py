@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,13 +27,16 @@ from dflash_mp.decode.sampling import Sampling
 from dflash_mp.errors import TargetError
 from dflash_mp.regenerate.choice import choose
 from dflash_mp.regenerate.norms import fusable, fused
-from dflash_mp.regenerate.slot_attention import Way, obstacle, way_of
+from dflash_mp.regenerate.recording import Recorder
+from dflash_mp.regenerate.rotary import steady_positions
+from dflash_mp.regenerate.slot_attention import Way, head_sizes, obstacle, way_of
 from dflash_mp.regenerate.slot_cache import SlotCache, SlotMasks
 from dflash_mp.target.load import Target
 
 _WIDTHS = 128  # widths of the cache that are looked at are multiples of this
 _PROMPT_LENGTHS = 32  # prompts are padded to multiples of this
 _PROMPT_TOKENS = 1 << 15  # of one forward pass
+_CHECKED = 640  # tokens that the self-check goes through: several tiles of the kernel, several widths, many a window
 # Without cuDNN, which makes a plan for each new shape: prompts have many.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Largest error of a token's logits, relative to their length, between a slot and the model's own forward pass.
@@ -88,9 +91,11 @@ class Slots:
         self._stops = torch.tensor(sorted(options.stop_tokens), dtype=torch.int64, device=device)
         self._reach = np.zeros(count, np.int64)  # no slot's position is beyond this
         self._occupied = np.zeros(count, np.bool_)
-        self._graphs: dict[int, Any] | None = {} if options.cuda_graphs and device.type == "cuda" else None
-        self._pool = None if self._graphs is None else torch.cuda.graph_pool_handle()
+        self._due = np.zeros(count, np.int64)  # the reach at which a slot's text must have ended
+        self._steps = Recorder(device) if options.cuda_graphs and device.type == "cuda" else None
         self._cache.positions = self._positions
+        self.positions = steady_positions(self._config)
+        """How long a text may become; None: as the target says."""
 
     @property
     def attention(self) -> str:
@@ -106,8 +111,13 @@ class Slots:
     def fill(
         self, slots: Sequence[int], prompts: Sequence[Sequence[int]], numbers: Sequence[npt.NDArray[np.float64]]
     ) -> None:
-        """Put `prompts` (at least one token each) into free `slots`, each with the random `numbers` [max_new_tokens] of its answer."""
-        self._make_room(max(map(len, prompts)) + self._options.max_new_tokens)
+        """Put `prompts` (at least one token each) into free `slots`, each with the random `numbers` [max_new_tokens] of its answer.
+
+        Raises `TargetError` for texts that don't fit `positions`, or the device.
+        """
+        longest = max(map(len, prompts)) + self._options.max_new_tokens
+        self._refuse_beyond_positions(longest)
+        self._make_room(longest)
         where = self._put(np.array(slots))
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for group in _groups([(i, len(prompts[i]) - 1) for i in order]):
@@ -118,6 +128,7 @@ class Slots:
         if not self._options.sampling.greedy:
             self._numbers[where] = self._put(np.stack(numbers))
         self._reach[list(slots)] = [len(prompt) - 1 for prompt in prompts]
+        self._due[list(slots)] = self._reach[list(slots)] + self._options.max_new_tokens
         self._occupied[list(slots)] = True
 
     def advance(self, steps: int) -> None:
@@ -127,8 +138,13 @@ class Slots:
             self._reach += 1
 
     def take(self) -> list[Text]:
-        """The texts that are done, whose slots are free from now on; waits for the device."""
+        """The texts that are done, whose slots are free from now on; waits for the device. Raises `TargetError` if one ought to have ended."""
         live, counts, stopped = torch.stack((self._live.long(), self._counts, self._stopped.long())).cpu().numpy()
+        if (self._occupied & (live != 0) & (self._reach >= self._due)).any():
+            raise TargetError(
+                f"{self._target.info.name} on {self._target.device}: after {self._options.max_new_tokens} steps a text has fewer tokens",
+                "give --no-cuda-graphs, and report it",
+            )
         done = np.flatnonzero(self._occupied & (live == 0))
         if not len(done):
             return []
@@ -140,12 +156,16 @@ class Slots:
         ]
 
     def self_check(self, prompt: Sequence[int]) -> None:
-        """Compare the logits of the last tokens of `prompt` (at most 64 are used) with the model's own forward pass. Before the first fill."""
-        allowed = _TOLERANCE[self._target.embedding.dtype]
-        error = self._error(list(prompt)[:64])
-        if not error <= allowed and self._way is not None:
-            self._use(None, f"with {self.attention} its logits differed by {error:.2g} of their length")
-            error = self._error(list(prompt)[:64])
+        """Compare the logits of the last of `prompt`'s first 640 tokens with the model's own forward pass. Before the first fill.
+
+        What fails is replaced by the model's own; if that fails, too: `TargetError`.
+        """
+        allowed, ids = _TOLERANCE[self._target.embedding.dtype], list(prompt)[:_CHECKED]
+        error, why = self._tried(ids)
+        if not error <= allowed and (self._way is not None or self._norms):
+            self._norms = []
+            self._use(None, why)
+            error, _ = self._tried(ids)
         if not error <= allowed:
             raise TargetError(
                 f"{self._target.info.name} failed its self-check: with many texts side by side its logits differ from its own forward "
@@ -153,29 +173,47 @@ class Slots:
                 "serve this target with vLLM or SGLang, and give --server",
             )
 
+    def _tried(self, ids: list[int]) -> tuple[float, str]:
+        """`_error`, and what to say if that is too large; NaN where this way of attention can't run."""
+        with_this = f"with {self.attention}" + (" and fused norms" if self._norms else "")
+        try:
+            error = self._error(ids)
+        except TargetError:
+            raise
+        except Exception as problem:  # of any class, as in `way_of`
+            if self._way is None:  # nothing is left to take over
+                raise
+            return float("nan"), f"{with_this}: {type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
+        return error, f"{with_this} its logits differed by {error:.2g} of their length"
+
     def _error(self, ids: list[int]) -> float:
         """The largest error of the logits after one of the last tokens of `ids`, over their length."""
         apart = min(4, len(ids))
         self._make_room(len(ids))
         target = self._target
         with torch.inference_mode():
-            own = target.model(input_ids=torch.tensor([ids], device=target.device), use_cache=False).logits[0, -apart:]
+            whole = self._put(np.array([ids]))
+            ask = partial(target.model, input_ids=whole, use_cache=False, logits_to_keep=apart)
+            own = self._guarded(ask).logits[0, -apart:]
         if len(ids) > apart:
             self._read([0], [ids[:-apart]])
         self._live[0] = True
         errors = []
-        for place in range(len(ids) - apart, len(ids)):
-            self._tokens[0], self._positions[0] = ids[place], place
-            logits = self._guarded(lambda: self._logits(self._cache.capacity))[0]
-            want = own[place - len(ids)].float()
-            errors.append((logits.float() - want).norm() / want.norm())
-        self._live.zero_()
-        self._positions.zero_()
+        try:
+            for place in range(len(ids) - apart, len(ids)):
+                self._tokens[0], self._positions[0] = ids[place], place
+                logits = self._guarded(lambda: self._logits(self._cache.capacity))[0]
+                want = own[place - len(ids)].float()
+                errors.append((logits.float() - want).norm() / want.norm())
+        finally:
+            self._live.zero_()
+            self._positions.zero_()
         return float(torch.stack(errors).max())  # NaN if one is
 
     def _best_way(self) -> Way:
         info, target = self._target.info, self._target
-        way = way_of(target.device, target.embedding.dtype, info.heads, info.kv_heads, info.head_dim)
+        sizes = head_sizes(self._config, info.head_dim)
+        way = way_of(target.device, target.embedding.dtype, info.heads, info.kv_heads, *sizes)
         if way.name != "dflash_kernel" and target.device.type == "cuda":
             self._say(
                 f"attention goes without its kernel ({way.why_not}): for every text all places up to the longest one's are read"
@@ -206,13 +244,12 @@ class Slots:
         return min(-(-reach // _WIDTHS) * _WIDTHS, self._cache.capacity)
 
     def _step(self, width: int) -> None:
-        if self._graphs is None:
-            self._write(width)
-        elif width in self._graphs:
-            self._graphs[width].replay()
-        else:
-            self._write(width)  # warms up what recording needs
-            self._record(width)
+        if self._steps is not None and width in self._steps:
+            self._steps.replay(width)
+            return
+        self._write(width)  # warms up what recording needs
+        if self._steps is not None:
+            self._record(self._steps, width)
 
     def _write(self, width: int) -> None:
         """One token for every slot; changes the slots' state in place and never waits for the device."""
@@ -244,10 +281,13 @@ class Slots:
             row[: len(prompt)] = prompt
         device = self._target.device
         self._cache.rows = self._put(np.array(slots))
-        places = torch.arange(length, device=device).expand(len(prompts), -1)
+        # Padding has the last token's place: one beyond it could be one too many for the rotary embeddings.
+        places = torch.arange(length, device=device).clamp_max(max(map(len, prompts)) - 1).expand(len(prompts), -1)
         mask = self._masks.of_prompts(length, device)
-        self._guarded(lambda: self._forward(self._put(padded), places, mask))
-        self._cache.rows = None
+        try:
+            self._guarded(lambda: self._forward(self._put(padded), places, mask))
+        finally:
+            self._cache.rows = None
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
         places = positions.expand(4, -1, -1) if self._multi_axis else positions
@@ -277,13 +317,19 @@ class Slots:
     def _put(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """`array` on the device, without waiting for what the device does."""
         here, device = torch.from_numpy(array), self._target.device
-        return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+        if device.type != "cuda":
+            return here.to(device)
+        with self._on_device():
+            return here.pin_memory().to(device, non_blocking=True)
 
-    def _record(self, width: int) -> None:
-        graph = torch.cuda.CUDAGraph()
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """The target's device as the current one, for what asks no tensor where to run."""
+        device = self._target.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _record(self, steps: Recorder, width: int) -> None:
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._write(width)
+            steps.record(width, partial(self._write, width))
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -291,22 +337,27 @@ class Slots:
             self._say(
                 f"this target can't be recorded as a CUDA graph ({reason}); every step is launched anew, which is slower"
             )
-            self._graphs = None
-            return
-        if self._graphs is not None:
-            self._graphs[width] = graph
+            self._steps = None
 
     def _make_room(self, tokens: int) -> None:
         room = -(-(tokens + 1) // _WIDTHS) * _WIDTHS
         if room > self._cache.capacity:
-            if self._graphs:
-                self._graphs = {}  # they read the smaller cache
-                self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
+            if self._steps is not None:
+                self._steps.forget()  # they read the smaller cache
             self._guarded(lambda: self._cache.grow(room))
+
+    def _refuse_beyond_positions(self, tokens: int) -> None:
+        if self.positions is not None and tokens > self.positions:
+            raise TargetError(
+                f"texts of {tokens} tokens: {self._target.info.name}'s rotary embeddings change for all texts side by side as soon as one is longer "
+                f"than {self.positions}",
+                "ask for shorter texts (--max-prompt-tokens, --max-new-tokens), or serve the target with vLLM or SGLang and give --server",
+            )
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         try:
-            return work()
+            with self._on_device():
+                return work()
         except torch.OutOfMemoryError as error:
             raise TargetError(
                 f"out of memory on {self._target.device} with {self._options.slots} texts of up to {self._cache.capacity} tokens side by side: "

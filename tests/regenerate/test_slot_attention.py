@@ -15,8 +15,8 @@ from slot_runs import write
 
 from dflash_mp.bench.tiny import write_tiny_target
 from dflash_mp.config import TargetConfig
-from dflash_mp.regenerate import slots
-from dflash_mp.regenerate.slot_attention import Way, attend, attend_plainly, seen_in, way_of
+from dflash_mp.regenerate import slot_attention, slots
+from dflash_mp.regenerate.slot_attention import Way, attend, attend_plainly, head_sizes, seen_in, way_of
 from dflash_mp.regenerate.slot_cache import SlotMasks
 from dflash_mp.target.load import load_target
 
@@ -140,7 +140,13 @@ def test_the_kernel_looks_at_the_span_only(tmp_path: Path) -> None:
 
 
 def test_a_cpu_has_the_plain_way_and_says_so() -> None:
-    assert way_of(torch.device("cpu"), torch.float32, 4, 2, 32) == ("dflash_plain", "the device is cpu")
+    assert way_of(torch.device("cpu"), torch.float32, 4, 2, 32, 32) == ("dflash_plain", "the device is cpu")
+
+
+def test_keys_and_values_of_latent_attention_differ_in_size() -> None:
+    assert head_sizes(SimpleNamespace(head_dim=48), 48) == (48, 48)
+    latent = SimpleNamespace(head_dim=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert head_sizes(latent, 64) == (192, 128)
 
 
 @pytest.mark.gpu
@@ -148,7 +154,21 @@ def test_a_cpu_has_the_plain_way_and_says_so() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 192, 256])
 def test_a_gpu_has_the_kernel_for_every_usual_head(dtype: torch.dtype, size: int) -> None:
-    assert way_of(torch.device("cuda"), dtype, 8, 2, size) == ("dflash_kernel", "")
+    assert way_of(torch.device("cuda"), dtype, 8, 2, size, size) == ("dflash_kernel", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_the_kernel_for_latent_attention_and_its_twin_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+
+    def noted(*given: torch.Tensor) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend_plainly(*given)
+
+    monkeypatch.setattr(slot_attention, "attend_plainly", noted)
+    assert way_of(torch.device("cuda"), torch.bfloat16, 16, 16, 192, 128) == ("dflash_kernel", "")
+    assert allowed == [False]
 
 
 def _scalars_convert() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from slot_runs import LENGTHS, NEW, prompts, write
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -102,6 +104,10 @@ def test_the_self_check_passes_and_sees_a_wrong_mask(
         Slots(load(family), options, print).self_check(prompts()[3])
         Slots(load(family), options, print).self_check([5])
     right = SlotMasks.of_tokens
+    far = lambda self, positions, width: right(self, positions - (positions > 100).long(), width)  # noqa: E731
+    monkeypatch.setattr(SlotMasks, "of_tokens", far)
+    with pytest.raises(TargetError, match="failed its self-check"):  # what is wrong for later places only
+        Slots(load("qwen3"), options, print).self_check(prompts()[6])
     monkeypatch.setattr(SlotMasks, "of_tokens", lambda self, positions, width: right(self, positions - 1, width))
     with pytest.raises(TargetError, match="failed its self-check"):
         Slots(load("qwen3"), options, print).self_check(prompts()[3])
@@ -133,6 +139,51 @@ def test_attention_that_fails_the_self_check_gives_way_to_the_models_own(
     assert engine.attention == "the model's own, sdpa"
     assert len(notices) == 1
     assert "its logits differed by" in notices[0]
+
+
+def test_attention_that_cannot_run_gives_way_and_leaves_nothing_behind(
+    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("out of resource: shared memory")
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "dflash_plain", broken)
+    notices: list[str] = []
+    engine = Slots(load("llama"), SlotOptions(3, NEW, (), GREEDY), notices.append)
+    engine.self_check(prompts()[3])
+    assert engine.attention == "the model's own, sdpa"
+    assert len(notices) == 1
+    assert "KeyError: 'out of resource: shared memory'" in notices[0]
+    engine.fill([2], [prompts()[3]], [])
+    engine.advance(NEW)
+    assert [text.tokens for text in engine.take()] == [write(load("llama"), 1, own_forward=True)[3][0]]
+
+
+def test_norms_that_fail_the_self_check_give_way_to_the_models_own(
+    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    engine = Slots(load("llama"), SlotOptions(3, NEW, (), GREEDY), notices.append)
+    plain = functional.rms_norm
+    monkeypatch.setattr(functional, "rms_norm", lambda x, *more: plain(x, *more) + 1)
+    engine.self_check(prompts()[3])
+    assert len(notices) == 1
+    assert "and fused norms its logits differed by" in notices[0]
+
+
+def test_the_self_check_reads_a_few_hundred_tokens_at_most(
+    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Slots(load("llama"), SlotOptions(1, NEW, (), GREEDY), print)
+    lengths: list[int] = []
+    model = engine._target.model.forward
+    monkeypatch.setattr(
+        engine._target.model,
+        "forward",
+        lambda input_ids, **more: (lengths.append(input_ids.shape[1]), model(input_ids=input_ids, **more))[1],
+    )
+    engine.self_check([n % 200 for n in range(1000)])
+    assert lengths == [640, 640, 1, 1, 1, 1]
 
 
 def test_a_model_that_keeps_its_own_attention_says_what_that_costs(load: Callable[[str], Target]) -> None:
@@ -199,15 +250,35 @@ def test_longer_prompts_later_find_room(tmp_path: Path, load: Callable[[str], Ta
     assert alone.take()[0].tokens == first[0].tokens
 
 
-def test_recorded_passes_that_are_dropped_leave_their_memory_pool(
+def test_a_larger_cache_has_recordings_of_its_own(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Target]
 ) -> None:
     engine = Slots(load("llama"), SlotOptions(2, 8, (), GREEDY), print)
-    handles = iter([(0, 2)])
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    engine._graphs, engine._pool = {128: object()}, (0, 1)
+    forgotten: list[int] = []
+    monkeypatch.setattr(engine, "_steps", SimpleNamespace(forget=lambda: forgotten.append(engine._cache.capacity)))
     engine.fill([0], [list(range(200))], [uniforms(0, 0, 0, 8)])
-    assert (engine._graphs, engine._pool) == ({}, (0, 2))
-    engine._graphs = {128: object()}
+    assert forgotten == [128]
     engine.fill([1], [[1, 2, 3]], [uniforms(0, 0, 0, 8)])
-    assert (len(engine._graphs), engine._pool) == (1, (0, 2))
+    assert forgotten == [128]
+
+
+def test_steps_that_write_nothing_are_an_error_not_a_wait(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Target]
+) -> None:
+    engine = Slots(load("llama"), SlotOptions(2, 8, (), GREEDY), print)
+    engine.fill([1], [[1, 2, 3]], [])
+    monkeypatch.setattr(engine, "_write", lambda width: None)
+    engine.advance(7)
+    assert engine.take() == []
+    engine.advance(1)
+    with pytest.raises(TargetError, match="--no-cuda-graphs"):
+        engine.take()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_ordered_as_it_is(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 600, generator=draw).to(dtype)  # with many ties
+    numbers = torch.rand(300, generator=draw, dtype=torch.float64)
+    for sampling in (Sampling(0.9), Sampling(0.9, top_p=0.8)):
+        assert torch.equal(choose(logits, sampling, numbers), choose(logits.float(), sampling, numbers))
