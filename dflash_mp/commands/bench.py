@@ -217,6 +217,10 @@ def bench_regenerate(
 
     if (target is None) == (case is None):
         raise click.UsageError("give either --target or --case")
+    if top_k and temperature == 0:
+        raise click.UsageError(
+            "--top-k: without effect with --temperature 0, which is greedy; to sample, give one above 0"
+        )
     if case is not None:
         loaded = case_target(case, device, dtype)
     else:
