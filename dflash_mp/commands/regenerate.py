@@ -20,6 +20,7 @@ _EXAMPLES = (
 
 
 _HERE = ("batch", "max_prompt_tokens", "device", "dtype", "attention", "revision", "trust_remote_code", "cuda_graphs")
+_SAMPLING = {"top_p": 1.0, "top_k": 0, "seed": 0}  # and the values that change nothing
 _THERE = ("concurrency", "attempts", "request_seconds", "api_key_env")
 
 
@@ -82,6 +83,9 @@ def regenerate(**options: Any) -> None:
     if here == (options["server"] is not None) or here == (options["model"] is not None):
         raise click.UsageError("give either --target, or --server and --model")
     _refuse_idle_options(*(("--target", _THERE) if here else ("--server", _HERE)))
+    if options["temperature"] == 0:
+        given = tuple(name for name, off in _SAMPLING.items() if options[name] != off)
+        _refuse_idle_options("--temperature 0, which is greedy; to sample, give one above 0", given)
     from dflash_mp.config import SourceConfig, TargetConfig
     from dflash_mp.decode.sampling import Sampling
     from dflash_mp.regenerate.choice import AnswerOptions

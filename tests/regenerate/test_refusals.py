@@ -105,3 +105,12 @@ def test_nothing_but_refusals_is_an_error_and_leaves_nothing(target: Path, tmp_p
     assert code == 2
     assert "3 prompt_too_long" in said
     assert "lower --max-new-tokens" in said
+
+
+def test_what_greedy_answers_ignore_is_refused_before_any_work(tmp_path: Path) -> None:
+    missing = tmp_path / "no target"
+    code, said = run(missing, [{"prompt": "a"}], tmp_path, "--top-k", "20", "--seed", "3", "--top-p", "1")
+    assert code == 2
+    assert "--top-k, --seed: without effect with --temperature 0, which is greedy; to sample, give one above 0" in said
+    assert "--top-p" not in said
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
