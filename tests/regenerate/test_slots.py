@@ -141,11 +141,16 @@ def test_attention_that_fails_the_self_check_gives_way_to_the_models_own(
     assert "its logits differed by" in notices[0]
 
 
+@pytest.mark.parametrize("at", ["prompts", "tokens"])
 def test_attention_that_cannot_run_gives_way_and_leaves_nothing_behind(
-    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+    at: str, load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise KeyError("out of resource: shared memory")
+    plainly = ALL_ATTENTION_FUNCTIONS["dflash_plain"]
+
+    def broken(module: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if (query.shape[2] == 1) == (at == "tokens"):
+            raise KeyError("out of resource: shared memory")
+        return plainly(module, query, *rest, **more)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "dflash_plain", broken)
     notices: list[str] = []
@@ -154,6 +159,7 @@ def test_attention_that_cannot_run_gives_way_and_leaves_nothing_behind(
     assert engine.attention == "the model's own, sdpa"
     assert len(notices) == 1
     assert "KeyError: 'out of resource: shared memory'" in notices[0]
+    assert not engine._live.any()
     engine.fill([2], [prompts()[3]], [])
     engine.advance(NEW)
     assert [text.tokens for text in engine.take()] == [write(load("llama"), 1, own_forward=True)[3][0]]
