@@ -10,6 +10,7 @@ done with plain copies, to test it.
 from __future__ import annotations
 
 import multiprocessing
+import re
 import statistics
 import tempfile
 import threading
@@ -29,7 +30,7 @@ from dflash_mp.bench.synthetic import RUN, synthetic_expectations, synthetic_pla
 from dflash_mp.bench.timing import timed
 from dflash_mp.config import StreamConfig
 from dflash_mp.data.row import RowKey
-from dflash_mp.errors import DflashError
+from dflash_mp.errors import ConfigError, DflashError
 from dflash_mp.process import die_with_parent
 from dflash_mp.stream.arrival import ARRIVED, Arrival
 from dflash_mp.stream.client import ReceivedRow, RowClient
@@ -105,8 +106,8 @@ class Copier:
 def bench_rows(
     row_mib: float = 64, rows: int = 64, repeats: int = 5, feeder: str = "cuda:0", drafter: str = "cuda:0"
 ) -> RowRates:
-    """Measure rows of about `row_mib`. Raises `DflashError` if a row arrives changed, or memory can't be shared."""
-    device = torch.device(drafter)
+    """Measure rows of about `row_mib`. Raises `DflashError` if a device isn't there, a row arrives changed, or memory can't be shared."""
+    device, _ = checked_devices(drafter, feeder)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     hidden = max(32, int(row_mib * 2**20 / _TOKENS / 4) // 32 * 32)
@@ -123,7 +124,10 @@ def bench_rows(
         ways: dict[str, tuple[str, Callable[[], float]]] = {}
         plain_in, plain_out = "pinned memory → device", "device → pinned memory"
         pinned = [slot.buffer for slot in make_slots(0, _SLOTS, nbytes, pin=True, remedy="measure smaller rows")]
-        ways[plain_in] = plain_in, lambda: drafters.copies(pinned, rows)
+        few = pinned[
+            : _IN_FLIGHT + 1
+        ]  # as many as a drafter's slots below: buffers that are used again soon lie in a cache
+        ways[plain_in] = plain_in, lambda: drafters.copies(few, rows)
         ways["a drafter's slots of shared memory → device"] = plain_in, lambda: drafters.slots(client, rows)
         ways["a drafter's slots in-band → device"] = plain_in, lambda: drafters.slots(inband, rows)
         ways["rows through the stream → device"] = plain_in, lambda: drafters.stream(rows, _AS_THEY_ARE)
@@ -140,6 +144,18 @@ def bench_rows(
     rates = [Rate(name, speed[name], speed[plain]) for name, (plain, _) in ways.items()]
     where = f"{feeder}, {drafter}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "")
     return RowRates(nbytes, rows, where, tuple(rates))
+
+
+def checked_devices(*names: str) -> list[torch.device]:
+    """The devices of these names. Raises `ConfigError` for one that is neither `cpu` nor the `cuda:N` of a GPU that is here."""
+    for name in names:
+        if not re.fullmatch(r"cpu|cuda:\d+", name):
+            raise ConfigError(f"{name!r} is no device", "cpu or cuda:N")
+        if name != "cpu" and int(name.removeprefix("cuda:")) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"there is no {name} here: PyTorch sees {torch.cuda.device_count()} CUDA devices", "cpu or cuda:N"
+            )
+    return [torch.device(name) for name in names]
 
 
 class _Drafter:
@@ -284,12 +300,14 @@ def _feed(pipe: Connection, endpoint: str, plan: StreamPlan, name: str) -> None:
     with FeederService(endpoint, plan, synthetic_weights(plan), run=RUN, memory_mib=memory, pin=cuda) as service:
         serving = threading.Thread(target=serve)
         serving.start()
-        pipe.send(time.monotonic())
         try:
+            pipe.send(time.monotonic())
             while True:
                 kind, count = pipe.recv()
                 to = slots[kind]
                 pipe.send(timed(lambda: copier.all(to, [source], count), device))  # noqa: B023  # called here
-        except EOFError:  # the parent has what it wanted
+        except (EOFError, BrokenPipeError):  # the parent has what it wanted, or has failed
+            return
+        finally:
             stop.set()
             serving.join()
