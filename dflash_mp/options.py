@@ -40,6 +40,19 @@ class Group(Command, click.Group):
     command_class = Command
 
 
+class NewFile(click.Path):
+    """A file to be written at the end of long work: what is wrong with its place is said before that begins."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        file = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+            self.fail(f"{file.parent} is no directory that can be written to", param, ctx)
+        return file
+
+
 def config_options(command: F) -> F:
     """-c FILE and --set KEY=VALUE, as `config_file` and `overrides`."""
     return _config("YAML file of the run.", required=True)(command)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from process_trees import SECONDS, eventually
 
 from dflash_mp.bench.end_to_end import bench_end_to_end
+from dflash_mp.bench.end_to_end_fleet import Fleet, Notes, is_warning, lanes_of
 from dflash_mp.bench.end_to_end_place import Place, Processes
 from dflash_mp.bench.end_to_end_report import EndToEnd, ProcessFigures, Restart
-from dflash_mp.bench.training_watch import StepLine, Training
+from dflash_mp.bench.training_watch import StepLine, Training, Watch
 from dflash_mp.cli import main
 from dflash_mp.data.store import PreparedDataset
-from dflash_mp.process import children_of
+from dflash_mp.errors import DflashError
+from dflash_mp.process import mark_of, marked_processes
+from dflash_mp.supervisor import Part
 
 PACE = Training(10, 10.0, 4.0, 1.0, 1.0, 1.0, (0.0,), 0)
 
@@ -37,21 +44,130 @@ def result(feeders: str, drafters: str, *, feeders_alone: float, drafter_alone: 
     )
 
 
-def test_a_run_of_real_processes_is_measured_against_its_two_sides() -> None:
-    before, said = set(children_of(os.getpid())), []
+def test_a_real_feeder_and_two_ranks_are_measured_against_their_sides_and_through_the_feeders_death(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    saved: list[set[str]] = []
     found = bench_end_to_end(
-        "tiny", Processes(("cpu",), ("cpu",)), seconds=1.5, alone_seconds=1, say=said.append, side_by_side=True
+        "tiny",
+        Processes(("cpu",), ("cpu", "cpu")),
+        seconds=2,
+        alone_seconds=0.7,
+        kill_feeder_at=1,
+        say=said.append,
+        save=lambda tree: saved.append(set(tree)),
+        keep=tmp_path / "logs",
+        side_by_side=True,
     )
-    assert set(children_of(os.getpid())) <= before
-    assert said[1:] == ["1 drafter alone", "the feeders alone", "the whole run"]
-    assert found.slower_side == min(found.feeders_alone, found.drafter_alone.rows_per_second) > 0
+    assert marked_processes(mark_of(os.getpid())) == []
+    phases = [
+        text for text in said if text in ("1 drafter alone", "2 drafters alone", "the feeders alone", "the whole run")
+    ]
+    assert phases == ["1 drafter alone", "the feeders alone", "2 drafters alone", "the whole run"]
+    assert found.slower_side == min(found.feeders_alone, 2 * found.drafter_alone.rows_per_second) > 0
     assert found.ratio == pytest.approx(found.whole.rows_per_second / found.slower_side)
     assert found.whole.recompilations == 0
-    feeder, rank = found.figures
-    assert (rank.name, feeder.name) == ("rank 0", "feeder 0")
-    assert rank.lane.startswith("shared_memory (")
-    assert 0 < feeder.computing < 2  # how long a loaded machine took to answer counts, too
-    assert rank.computing == pytest.approx(1 - found.whole.wait_shares[0])
+    ranks = [one for one in found.figures if one.name.startswith("rank")]
+    assert [one.name for one in found.figures] == ["feeder 0", "rank 0", "rank 1"]
+    for number, rank in enumerate(ranks):
+        assert rank.lane.startswith("shared_memory (")
+        assert rank.computing == pytest.approx(1 - found.whole.wait_shares[number])
+    assert found.restart is not None
+    assert found.restart.down > 0
+    assert found.restart.rows_per_second_after > 0
+    # Nothing waits for the end: a later phase that fails takes no figure with it.
+    keys = ("feeders_alone", "drafter_alone", "drafters_together", "whole", "figures", "restart", "warnings")
+    first = [next(number for number, tree in enumerate(saved) if key in tree) for key in keys]
+    assert first == sorted(set(first))
+    assert len([text for text in said if "feeder 0: the target's rows: " in text]) == 2, "of both of its starts"
+    assert any("drafter 1: rank 1: connected to ipc://" in text for text in said)
+    assert any("lost the feeder" in warning for warning in found.warnings)
+    assert set(found.start_seconds) == {"the feeders", "1 drafter alone", "2 drafters alone", "the whole run"}
+    assert {file.name for file in (tmp_path / "logs").iterdir()} == {
+        "feeder-0.log",
+        "alone-1.log",
+        "alone-2.log",
+        "whole.log",
+    }
+
+
+def test_while_a_start_is_waited_for_each_process_shows_what_it_is_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_mp.bench.training_watch._SAY_SECONDS", 0.1)
+    said: list[str] = []
+    part = Part(
+        "feeder 0",
+        (sys.executable, "-c", "import time; print('compiling', flush=True); time.sleep(99)"),
+        tmp_path / "f.log",
+    )
+    with Fleet(said.append) as fleet:
+        running = fleet.start(part, dict(os.environ))
+        watch = Watch(tmp_path, [running], said.append)
+        watch.until(lambda: any("feeder 0: compiling" in text for text in said), 60, "it said nothing")
+        with pytest.raises(
+            DflashError, match=r"feeder 0 did not serve within 0 s; the last lines of feeder 0:\n +compiling"
+        ):
+            watch.until_serving(running, 0.2)
+
+
+def test_a_log_tells_how_its_process_works_and_each_warning_once(tmp_path: Path) -> None:
+    lines = [
+        "2026-11-30 01:00:00 feeder 0 | the target's rows: flex attention",
+        "2026-11-30 01:00:00 feeder 0 | serving tiny on ipc://x",
+        "2026-11-30 01:00:01 feeder 0 | warning: the layers can't be compiled",
+        "2026-11-30 01:00:02 feeder 0 | warning: the layers can't be compiled",
+        "2026-11-30 01:00:03 drafter 1 | rank 1: connected to ipc://y, lane inband (switched off)",
+        "warning: not a line of a log",
+        "2026-11-30 01:00:04 feeder 0 | warning: half a li",
+    ]
+    program = f"print({chr(10).join(lines)!r}, end='')"
+    with Fleet(lambda text: None) as fleet:
+        running = fleet.start(Part("feeder 0", (sys.executable, "-c", program), tmp_path / "f.log"), dict(os.environ))
+        running.process.wait(60)
+        notes = Notes(running)
+        found = notes.new()
+        assert found == [
+            "feeder 0: the target's rows: flex attention",
+            "feeder 0: warning: the layers can't be compiled",
+            "drafter 1: rank 1: connected to ipc://y, lane inband (switched off)",
+        ]
+        assert [is_warning(note) for note in found] == [False, True, False]
+        assert notes.new() == []
+        with running.part.log.open("a") as log:
+            log.write("ne\n")
+        assert notes.new() == ["feeder 0: warning: half a line"]
+        assert lanes_of(running, 1) == {"ipc://y": "inband (switched off)"}
+        assert lanes_of(running, 0) == {}
+
+
+def test_feeders_whose_rows_are_not_in_shared_memory_are_not_measured() -> None:
+    with pytest.raises(DflashError, match=r"don't come through shared memory: ipc:.*inband \(.*too little memory"):
+        bench_end_to_end("tiny", Processes(("cpu",), ("cpu",)), overrides=["feed.memory_mib=0.15"], alone_seconds=1)
+    assert marked_processes(mark_of(os.getpid())) == []
+
+
+def test_one_client_of_several_feeders_has_four_rows_of_each_and_there_is_memory_for_them(tmp_path: Path) -> None:
+    place = Place(tmp_path, "tiny", Processes(("cpu",) * 3, ("cpu",)))
+    config = place.reader_config()
+    row_mib = 64 * (5 * 96 * 4 + 16) / 2**20
+    assert config.stream.window_mib // row_mib >= 12
+    assert config.feed.memory_mib >= 4 * row_mib
+    assert place.config("whole").stream.window_mib == pytest.approx(6 * row_mib + 1)
+
+
+def test_sigterm_ends_a_measurement_in_order(tmp_path: Path) -> None:
+    words = ["bench", "end-to-end", "--feeders", "cpu", "--drafters", "cpu"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-m", "dflash_mp.cli", *words], env=environment, stderr=subprocess.PIPE)
+    mark = mark_of(process.pid)
+    eventually(lambda: marked_processes(mark) != [], "the feeder is started")
+    process.terminate()
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + 15
+    assert list(tmp_path.iterdir()) == []
+    eventually(lambda: marked_processes(mark) == [], "the feeder is gone")
 
 
 def test_the_report_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +175,13 @@ def test_the_report_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.M
     canned = result("cuda:0", "cuda:1,cuda:2", feeders_alone=10, drafter_alone=4, whole=7.6)
     figures = ProcessFigures("rank 0", "cuda:1", 0.995, {"of the device for rows": 0.005}, 3 << 30, 0, "shared_memory")
     canned = replace(canned, figures=(figures,), restart=Restart(30.5, 31.0, 29.5, 7.5, 3, 0), drafters_together=PACE)
+    canned = replace(canned, warnings=("feeder 0: warning: a row can't be recorded as a CUDA graph",))
 
     def measure(case: str, processes: Processes, **options: object) -> EndToEnd:
         asked.append((case, processes, options["seconds"], options["kill_feeder_at"], options["overrides"]))
+        assert options["keep"] == tmp_path / "f.json.logs"
+        save: Any = options["save"]
+        save(canned.tree())
         return canned
 
     monkeypatch.setattr("dflash_mp.bench.end_to_end.bench_end_to_end", measure)
@@ -73,6 +193,7 @@ def test_the_report_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.M
         "50.0% of 2 times one",
         "rank 0 on cuda:1: computing 99.5%; waits: 0.5% of the device for rows, GPU memory 3.0 GiB at most",
         "served again after 30.5 s, the longest step took 31.0 s, 29.5 s of training were lost, 3 rows asked for again",
+        "feeder 0: warning: a row can't be recorded as a CUDA graph",
     ):
         assert text in done.output
     tree = json.loads((tmp_path / "f.json").read_text())
@@ -138,6 +259,10 @@ def test_documents_are_of_all_lengths_and_packed_into_rows(tmp_path: Path) -> No
     [
         (["--case", "huge"], "there is no case 'huge'"),
         (["--feeders", "gpu0"], "'gpu0' is no device"),
+        (["--feeders", "0"], "'0' is no device"),
+        (["--drafters", "cuda:0,1"], "'1' is no device"),
+        (["--set", "feed.tensor_parallel=2", "--set", 'feed.devices=["cpu", "cpu"]'], "can't be shared"),
+        (["--out", "missing/f.json"], "missing is no directory that can be written to"),
         (["--drafters", "cpu,cuda:0"], "partly on the CPU"),
         (["--drafters", ""], "is no device"),
         (["--kill-feeder-at", "61"], "can't be killed at 61 of 60 s"),

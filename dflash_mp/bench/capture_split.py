@@ -41,6 +41,7 @@ class SplitWork:
     tokens: int
     documents: int
     compiled: bool | None
+    threads: int | None = None  # of a CPU, for each process
 
     def load(self, device: torch.device) -> Target:
         if self.case is not None:
@@ -83,7 +84,7 @@ class SplitBench:
 
 
 def bench_split(work: SplitWork, devices: list[torch.device], rounds: int) -> SplitBench:
-    """Measure `rounds` alternating pairs. Raises `TargetError` if the target can't be split."""
+    """Compare some rows, then measure `rounds` alternating pairs. Raises `TargetError` if the target can't be split."""
     device = devices[0]
     whole_target = work.load(device)
     rows = [work.row(whole_target, seed) for seed in range(_ROWS)]
@@ -95,12 +96,15 @@ def bench_split(work: SplitWork, devices: list[torch.device], rounds: int) -> Sp
         shape = (work.tokens, whole_target.info.feature_width)
         one, several = (whole_target.embedding.new_empty(shape) for _ in range(2))
         error = 0.0
+        for row in rows:
+            whole.capture(row, one)
+            shared.capture(row, several)
+            error = max(error, vector_error(several, one))
         times: dict[str, list[float]] = {"one": [], "several": []}
-        for turn in range(max(rounds, _ROWS)):
+        for turn in range(rounds):
             row = rows[turn % _ROWS]
             times["one"].append(timed(partial(whole.capture, row, one), device))
             times["several"].append(timed(partial(shared.capture, row, several), device))
-            error = max(error, vector_error(several, one))
         how = shared.forward.describe()
     alone, shared_out = (statistics.median(taken) for taken in times.values())
     return SplitBench(len(devices), alone, shared_out, error, TOLERANCE[one.dtype], how)
@@ -113,7 +117,10 @@ def main() -> None:
     logs.start(logs.Speaker("capture, process", follower.share.rank), logs.Settings.of(os.environ))
     try:
         follower.join()
-        follower.follow(SplitWork(**follower.facts).share(follower.share))
+        work = SplitWork(**follower.facts)
+        if work.threads is not None:
+            torch.set_num_threads(work.threads)
+        follower.follow(work.share(follower.share))
     except DflashError as error:
         logging.getLogger("dflash_mp.bench").error("%s", error)
         sys.exit(error.exit_code)

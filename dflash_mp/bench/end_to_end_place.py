@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from dflash_mp.supervisor import Part
 
 _ROWS = 128  # of the dataset, which is used over and over, in another order each time
 _WINDOW_ROWS = 6  # that a drafter holds or has asked for
+_ROWS_OF_A_FEEDER = 4  # that a client which takes those of all feeders holds or has asked for
 _FOREVER = 1_000_000_000  # steps: what ends a training here is the measurement
 
 
@@ -58,7 +60,7 @@ class Processes:
         if not self.feeders or not self.drafters:
             raise ConfigError("an end-to-end run needs a feeder and a drafter", "--feeders cuda:0 --drafters cuda:1")
         for what, devices in (("--feeders", self.feeders), ("--drafters", self.drafters)):
-            wrong = [name for name in devices if name != "cpu" and not name.removeprefix("cuda:").isdecimal()]
+            wrong = [name for name in devices if not re.fullmatch(r"cpu|cuda:\d+", name)]
             if wrong:
                 raise ConfigError(f"{what}: {wrong[0]!r} is no device", "cpu or cuda:N, separated by commas")
         if len({name == "cpu" for name in self.drafters}) > 1:
@@ -66,18 +68,33 @@ class Processes:
 
 
 class Place:
-    """The files below `directory`. Makes them; raises `ConfigError` for an unknown case or a wrong override."""
+    """The files below `directory`, and logs below `logs`, by default there, too. Makes them.
 
-    def __init__(self, directory: Path, case: str, processes: Processes, overrides: Sequence[str] = ()) -> None:
+    Raises `ConfigError` for an unknown case or a wrong override.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        case: str,
+        processes: Processes,
+        overrides: Sequence[str] = (),
+        logs: Path | None = None,
+    ) -> None:
         if case not in CASES:
             raise ConfigError(f"there is no case {case!r}", f"one of {', '.join(CASES)}")
         self.case, self.processes = CASES[case], processes
         self.file = directory / "run.yaml"
-        self._directory, self._overrides = directory, tuple(overrides)
+        self._directory, self._overrides, self._logs = directory, tuple(overrides), logs or directory
         directory.mkdir(exist_ok=True)
         write_target_files(directory / "target", SHAPES[self.case.target])
         self._write(STEP_CASES[self.case.step].row_tokens)
         config = self.config("whole")
+        if config.feed.tensor_parallel > 1:
+            raise ConfigError(
+                f"feed.tensor_parallel is {config.feed.tensor_parallel}, but a target of random weights can't be shared",
+                "measure that with dflash-mp bench capture --tensor-parallel",
+            )
         self._write(config.data.row_tokens)  # an override changes what memory is needed
         self._rows_of_a_drafter = max(1, config.train.rows_per_step // len(processes.drafters))  # in a step
         _write_documents(directory / "documents.jsonl", config.data.row_tokens)
@@ -87,11 +104,18 @@ class Place:
         """Of `drafters` ranks, by default all, in a run directory of their own: the phases have the same run name."""
         return load_config(self.file, self._sets(phase, drafters)).config
 
+    def reader_config(self) -> RunConfig:
+        """Of one client that takes the rows of all feeders: its window, which they divide, has at least four of each."""
+        config = self.config("feeders", 1)
+        rows = _ROWS_OF_A_FEEDER * len(self.processes.feeders)
+        window = max(config.stream.window_mib, rows * self._row_mib(config.data.row_tokens) + 1)
+        return config.model_copy(update={"stream": config.stream.model_copy(update={"window_mib": window})})
+
     def feeder_parts(self) -> list[Part]:
         """One for each feeder."""
         command = (sys.executable, "-m", "dflash_mp.bench.random_feeder", *self._options("whole", None))
         return [
-            Part(f"feeder {i}", (*command, "--index", str(i)), self._directory / f"feeder-{i}.log", serves=True)
+            Part(f"feeder {i}", (*command, "--index", str(i)), self._logs / f"feeder-{i}.log", serves=True)
             for i in range(len(self.processes.feeders))
         ]
 
@@ -104,12 +128,12 @@ class Place:
         if _shared(self.processes.drafters[:count]):
             rank = (*python, "dflash_mp.bench.on_device", ",".join(self._visible(count)), *rank)
         if local and count == 1:
-            return Part(f"drafter, {phase}", rank, self._directory / f"{phase}.log")
+            return Part(f"drafter, {phase}", rank, self._logs / f"{phase}.log")
         torchrun = ["dflash_mp.torchrun", "--standalone", "--nproc-per-node", str(count)]
         if self.processes.drafters[0] != "cpu" and not _shared(self.processes.drafters[:count]):
             torchrun.append("--virtual-local-rank")  # as `dflash-mp run` does
         command = (*python, *torchrun, "-m", "dflash_mp.child", *rank)
-        return Part(f"drafters, {phase}", command, self._directory / f"{phase}.log", leads=True)
+        return Part(f"drafters, {phase}", command, self._logs / f"{phase}.log", leads=True)
 
     def drafter_environment(self, drafters: int | None = None) -> Mapping[str, str]:
         """With the drafters' devices visible, in their order."""
@@ -140,12 +164,15 @@ class Place:
     def _write(self, row_tokens: int) -> None:
         self.file.write_text(yaml.safe_dump(self._tree(row_tokens)), encoding="utf-8")
 
+    def _row_mib(self, row_tokens: int) -> float:
+        width = STEP_CASES[self.case.step].taps * SHAPES[self.case.target].hidden_size
+        return row_tokens * (width * (4 if "cpu" in self.processes.feeders else 2) + 16) / 2**20
+
     def _tree(self, row_tokens: int) -> dict[str, Any]:
-        target, step = SHAPES[self.case.target], STEP_CASES[self.case.step]
+        step = STEP_CASES[self.case.step]
         feeders, drafters = self.processes.feeders, self.processes.drafters
         on_cpu = drafters[0] == "cpu"
-        row_mib = row_tokens * (step.taps * target.hidden_size * (4 if "cpu" in feeders else 2) + 16) / 2**20
-        window = _WINDOW_ROWS * row_mib + 1
+        window = _WINDOW_ROWS * self._row_mib(row_tokens) + 1
         feeder_port, rank_port = _free_ports(len(feeders)), _free_ports(len(drafters))
         return {
             "run_dir": "",

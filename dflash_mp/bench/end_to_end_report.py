@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,13 @@ class Restart:
     retries: int  # rows that had to be asked for again
     recompilations: int
 
+    def line(self) -> str:
+        return (
+            f"a feeder killed: it served again after {self.down:.1f} s, the longest step took {self.longest_step:.1f} s, "
+            f"{self.lost:.1f} s of training were lost, {self.retries} rows asked for again, then {self.rows_per_second_after:.2f} rows/s; "
+            f"{self.recompilations} recompilations"
+        )
+
 
 @dataclass(frozen=True)
 class EndToEnd:
@@ -57,6 +65,8 @@ class EndToEnd:
     whole: Training
     figures: tuple[ProcessFigures, ...]
     restart: Restart | None
+    start_seconds: dict[str, float] = field(default_factory=dict)  # by what was started
+    warnings: tuple[str, ...] = ()  # of the processes' logs
 
     @property
     def slower_side(self) -> float:
@@ -85,15 +95,15 @@ class EndToEnd:
             f"{self.case}, {self.gpu or 'CPU'}: rows of {self.row_tokens} tokens, {self.rows_per_step} in a step; feeders on "
             f"{', '.join(self.processes.feeders)}, drafters on {', '.join(self.processes.drafters)}",
             f"feeders alone      {self.feeders_alone:9.2f} rows/s",
-            f"one drafter alone  {_described(alone)}; times {count}: {count * alone.rows_per_second:.2f} rows/s",
+            f"one drafter alone  {described(alone)}; times {count}: {count * alone.rows_per_second:.2f} rows/s",
         ]
         if self.drafters_together is not None:
             scaling = self.drafters_together.rows_per_second / (count * alone.rows_per_second)
             lines.append(
-                f"{count} drafters alone   {_described(self.drafters_together)}: {scaling:.1%} of {count} times one"
+                f"{count} drafters alone   {described(self.drafters_together)}: {scaling:.1%} of {count} times one"
             )
         lines += [
-            f"the whole run      {_described(self.whole)}",
+            f"the whole run      {described(self.whole)}",
             f"ratio to the slower side's {self.slower_side:.2f} rows/s: {self.ratio:.1%} (goal: at least 90%)",
         ]
         if self.sharing_bound < 0.999 * self.slower_side:
@@ -106,21 +116,56 @@ class EndToEnd:
             f"the drafters' devices waited for rows {max(self.whole.wait_shares):.2%} of the time at most (goal, when the "
             f"feeders keep up: 1%); {self.whole.recompilations} recompilations since the warm-up"
         )
-        if (restart := self.restart) is not None:
-            lines.append(
-                f"a feeder killed: it served again after {restart.down:.1f} s, the longest step took {restart.longest_step:.1f} s, "
-                f"{restart.lost:.1f} s of training were lost, {restart.retries} rows asked for again, then {restart.rows_per_second_after:.2f} rows/s; "
-                f"{restart.recompilations} recompilations"
-            )
+        if self.restart is not None:
+            lines.append(self.restart.line())
+        if self.warnings:
+            lines.append("with warnings; a side that is slower than it could be makes a good ratio:")
+        lines += [f"  {warning}" for warning in self.warnings]
         return lines
 
     def tree(self) -> dict[str, Any]:
         """For JSON."""
         derived = {"slower_side": self.slower_side, "ratio": self.ratio, "sharing_bound": self.sharing_bound}
-        return {**asdict(self), **derived, "torch": torch.__version__}
+        return {"complete": True, **asdict(self), **derived, "torch": torch.__version__}
 
 
-def _described(training: Training) -> str:
+class Progress:
+    """What is known so far: each find is said when it comes, and all of them are given to `save`."""
+
+    def __init__(
+        self, case: str, processes: Processes, say: Callable[[str], None], save: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.say = say
+        self.start_seconds: dict[str, float] = {}
+        self._save = save
+        self._tree: dict[str, Any] = {
+            "complete": False,
+            "case": case,
+            "processes": asdict(processes),
+            "start_seconds": self.start_seconds,
+        }
+
+    def started(self, what: str, seconds: float) -> None:
+        """So long it took."""
+        self.start_seconds[what] = seconds
+        self.say(f"  started in {seconds:.1f} s")
+        self._save(self._tree)
+
+    def found(self, name: str, value: Any, text: str) -> None:
+        """A figure of the result, in words and as it is."""
+        self.say(text)
+        self._tree[name] = _plain(value)
+        self._save(self._tree)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def described(training: Training) -> str:
+    """In words."""
     return (
         f"{training.rows_per_second:9.2f} rows/s; a step takes {training.step_median:.3f} s "
         f"(95th percentile {training.step_p95:.3f}) in {training.steps} steps of {training.seconds:.0f} s"

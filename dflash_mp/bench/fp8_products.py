@@ -36,7 +36,7 @@ class Fp8Products:
 
 
 def measure_products(device: torch.device) -> Fp8Products:
-    """Takes a second on a GPU; on a CPU at a small size."""
+    """At sizes of a real step; on a CPU at small ones."""
     on_cuda = device.type == "cuda"
     size, tokens, vocabulary = (8192, 8192, 131_072) if on_cuda else (256, 512, 4096)
     operands = [quantise(torch.randn(size, size, device=device)) for _ in range(2)]

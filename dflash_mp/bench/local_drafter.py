@@ -19,7 +19,7 @@ import torch
 from dflash_mp import logs
 from dflash_mp.config import RunConfig
 from dflash_mp.data.row import RowKey
-from dflash_mp.drafter import state
+from dflash_mp.drafter import arithmetic, state
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.trainer import train
 from dflash_mp.drafter.world import join
@@ -59,6 +59,10 @@ def run(config: RunConfig) -> None:
         rows = LocalRows(client, RowLayout.of(plan), _ROWS, pin)
     with Reporter.of(config, world.rank == 0, TrainingRecord(steps=config.train.steps)) as report:
         trainer = state.build_trainer(config, plan, weights.embedding, weights.head, rows, world, None)
+        report.say(
+            f"{trainer.shape.parameter_count() / 1e6:.1f} M parameters, {arithmetic.describe(trainer.model, trainer.objective)}, rows of its own",
+            "training",
+        )
         train(trainer, rows, report, lambda trainer: None, lambda: False)
 
 

@@ -1,8 +1,8 @@
 """Targets of a named shape with random weights, made on the device: no checkpoint is read, or written.
 
 `write_target_files` writes what else a target's directory holds (config, tokenizer); `random_target` loads such a directory with weights that
-are a function of the seed, the kind of device and PyTorch's version, so that feeders of one machine serve the same rows. 8 B parameters take
-a second on a GPU. The tokenizer has a token for each byte, whatever the vocabulary's size.
+are a function of the seed, the kind of device and PyTorch's version, so that feeders of one machine serve the same rows. The tokenizer has a
+token for each byte, whatever the vocabulary's size.
 """
 
 from __future__ import annotations

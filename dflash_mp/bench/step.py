@@ -3,7 +3,8 @@
 The same objects as in training (`DraftModel`, `Objective`, `make_blocks`), on fresh random rows with two documents and padding.
 Correctness comes first: the gradients at a small shape are compared with a float64 twin. The work counted is that of the matrix products:
 3·2·[draft tokens × layer weights + context tokens × (k, v, fc weights)] + 2·2·draft tokens × hidden × vocabulary; attention itself
-and the recomputation of gradient checkpointing are not counted unless said so. In fp8 the same passes are made in bf16, too, by turns.
+and the recomputation of gradient checkpointing are not counted unless said so. The count is fixed by definition, so that figures can be compared: it includes slot 0 through the
+head and an input gradient of `fc`, which the code does not compute. In fp8 the same passes are made in bf16, too, by turns.
 """
 
 from __future__ import annotations

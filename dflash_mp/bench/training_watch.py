@@ -20,6 +20,7 @@ from dflash_mp.monitor.scrape import Reading, Scraper
 from dflash_mp.supervisor import Running
 
 _TICK_SECONDS = 0.1
+_SAY_SECONDS = 15.0  # between two looks at what the processes are at
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,12 @@ def read_steps(run_dir: Path) -> list[StepLine]:
 
 
 class Watch:
-    """Of the processes `running`, one of which trains in `run_dir`."""
+    """Of the processes `running`, one of which trains in `run_dir`. While it waits, `say` gets each one's last line every 15 s."""
 
-    def __init__(self, run_dir: Path, running: Sequence[Running]) -> None:
-        self._run_dir, self._running = run_dir, list(running)
+    def __init__(
+        self, run_dir: Path, running: Sequence[Running], say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._run_dir, self._running, self._say = run_dir, list(running), say
 
     def until_step(self, step: int, seconds: float) -> None:
         """Wait until so many steps are done. Raises `DflashError` after `seconds`."""
@@ -100,10 +103,17 @@ class Watch:
 
     def until(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
         """Wait until `condition()`. Raises `DflashError` with `otherwise` after `seconds`, and when a process ends."""
-        deadline = time.monotonic() + seconds
+        started = told = time.monotonic()
         while not condition():
             self.check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - told > _SAY_SECONDS:
+                told = now
+                for one in self._running:
+                    self._say(
+                        f"  after {now - started:.0f} s, {one.part.name}: {one.last_lines().splitlines()[-1].strip()}"
+                    )
+            if now > started + seconds:
                 last = self._running[-1]
                 raise DflashError(
                     f"{otherwise} within {seconds:.0f} s; the last lines of {last.part.name}:\n{last.last_lines()}",

@@ -10,13 +10,16 @@ from typing import Literal
 import click
 
 from dflash_mp.options import Group, log_options, start_logs
+from dflash_mp.process import unwinding
 
 log = logging.getLogger(__name__)
 
 
 @click.group(cls=Group)
-def bench() -> None:
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure the parts against what they could be."""
+    context.with_resource(unwinding())
 
 
 @bench.command(
@@ -78,8 +81,10 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
 @click.option("--case", help="Instead: a shape with random weights: 8b (of Qwen3-8B), 0.6b or tiny.")
 @click.option("--tokens", type=click.IntRange(2), help="Tokens of a row; default: 4096 on CUDA, else 512.")
 @click.option("--documents", default=12, show_default=True, type=click.IntRange(1), help="Documents of a row.")
-@click.option("--rounds", default=5, show_default=True, help="Measured pairs; medians are compared.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Measured pairs; medians are compared."
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N, the first of several.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
@@ -97,7 +102,7 @@ def bench_chaos(kills: int, seed: int, out: Path, seconds: float | None, paralle
     type=click.IntRange(1),
     help="Share the target among so many processes, against one.",
 )
-@click.option("--threads", type=int, help="CPU threads.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.")
 def bench_capture(
     target: str | None,
     case: str | None,
@@ -124,11 +129,14 @@ def bench_capture(
         raise click.UsageError("give either --target or --case")
     if threads is not None:
         torch.set_num_threads(threads)
+    if compiled and target_device(device).type == "cpu":
+        raise click.UsageError("--compile: on a CPU the target has its own attention, which is not compiled")
     start_logs("capture")
     if ways > 1:
         first = target_device(device)
-        devices = [target_device(f"cuda:{i}") if first.type == "cuda" else first for i in range(ways)]
-        work = SplitWork(target, case, dtype, tokens or default_tokens(first), documents, compiled)
+        lowest = first.index or 0
+        devices = [target_device(f"cuda:{lowest + i}") if first.type == "cuda" else first for i in range(ways)]
+        work = SplitWork(target, case, dtype, tokens or default_tokens(first), documents, compiled, threads)
         for line in bench_split(work, devices, rounds).lines():
             click.echo(line)
         return
@@ -151,9 +159,15 @@ def bench_capture(
 @click.option(
     "-c", "--config", "config_file", type=click.Path(path_type=Path), help="Use this run's target and sources."
 )
-@click.option("--rounds", default=5, show_default=True, help="Measured pairs; the median ratio counts.")
 @click.option(
-    "--megabytes", default=8.0, show_default=True, help="Text of the standard library to use without --config."
+    "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Measured pairs; the median ratio counts."
+)
+@click.option(
+    "--megabytes",
+    default=8.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Text of the standard library to use without --config.",
 )
 def bench_prepare(target: str | None, config_file: Path | None, rounds: int, megabytes: float) -> None:
     """`prepare` against the tokenizer alone, on the same text."""
@@ -239,8 +253,10 @@ def bench_regenerate(
     ),
 )
 @click.option("--case", "cases", multiple=True, help="Drafter and rows; may be repeated. An unknown one lists all.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--repeats", default=10, show_default=True, help="Measured passes; the median counts.")
+@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option(
+    "--repeats", default=10, show_default=True, type=click.IntRange(1), help="Measured passes; the median counts."
+)
 @click.option(
     "--precision",
     default="auto",
@@ -265,9 +281,15 @@ def bench_step(
         "dflash-mp bench stream --row-mib 1 --rows 8 --repeats 3",
     ),
 )
-@click.option("--row-mib", default=16.0, show_default=True, help="Size of a row in MiB.")
-@click.option("--rows", default=24, show_default=True, help="Rows of one measurement.")
-@click.option("--repeats", default=5, show_default=True, help="Measurements of each way; medians are compared.")
+@click.option("--row-mib", default=16.0, show_default=True, type=click.FloatRange(0.1), help="Size of a row in MiB.")
+@click.option("--rows", default=24, show_default=True, type=click.IntRange(1), help="Rows of one measurement.")
+@click.option(
+    "--repeats",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Measurements of each way; medians are compared.",
+)
 def bench_stream(row_mib: float, rows: int, repeats: int) -> None:
     """Rows from a feeder to a drafter, against raw sockets and plain copies."""
     from dflash_mp.bench.stream import bench_stream as measure

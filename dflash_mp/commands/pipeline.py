@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
-from dflash_mp.options import Command
+from dflash_mp.options import Command, NewFile
 
 
 @click.command(
     "end-to-end",
     cls=Command,
     examples=(
-        "dflash-mp bench end-to-end --case 8b --feeders cuda:0 --drafters cuda:1,cuda:2,cuda:3 --seconds 120 --kill-feeder-at 60",
+        "dflash-mp bench end-to-end --case 8b --feeders cuda:0 --drafters cuda:1,cuda:2,cuda:3 --kill-feeder-at 30 --out whole.json",
         "dflash-mp bench end-to-end --case 8b --feeders cuda:0 --drafters cuda:0",
         "dflash-mp bench end-to-end --case tiny --feeders cpu --drafters cpu,cpu --seconds 5 --alone-seconds 2",
     ),
@@ -26,7 +27,15 @@ from dflash_mp.options import Command
 @click.option("--alone-seconds", default=15.0, show_default=True, type=click.FloatRange(1), help="Of each side alone.")
 @click.option("--kill-feeder-at", type=float, metavar="SECONDS", help="Kill feeder 0 then, and start it again.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option of the run.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures as JSON, too.")
+@click.option(
+    "--start-seconds", default=240.0, show_default=True, type=click.FloatRange(1), help="Longest wait for a start."
+)
+@click.option("--out", type=NewFile(), help="Write the figures as JSON, too, after each phase.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the logs of all processes there; default: beside --out, in OUT.logs.",
+)
 def end_to_end(
     case: str,
     feeders: str,
@@ -35,12 +44,20 @@ def end_to_end(
     alone_seconds: float,
     kill_feeder_at: float | None,
     overrides: tuple[str, ...],
+    start_seconds: float,
     out: Path | None,
+    keep: Path | None,
 ) -> None:
     """A whole run on random weights, against what its feeders and its drafters manage alone."""
     from dflash_mp.bench.end_to_end import bench_end_to_end
     from dflash_mp.bench.end_to_end_place import Processes
 
+    def save(tree: dict[str, Any]) -> None:
+        if out is not None:
+            out.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+    if keep is None and out is not None:
+        keep = out.with_name(f"{out.name}.logs")
     result = bench_end_to_end(
         case,
         Processes(tuple(feeders.split(",")), tuple(drafters.split(","))),
@@ -49,11 +66,12 @@ def end_to_end(
         kill_feeder_at=kill_feeder_at,
         overrides=overrides,
         say=lambda text: click.echo(text, err=True),
+        save=save,
+        keep=keep,
+        start_seconds=start_seconds,
     )
     for line in result.lines():
         click.echo(line)
-    if out is not None:
-        out.write_text(json.dumps(result.tree(), indent=1) + "\n", encoding="utf-8")
 
 
 @click.command(

@@ -255,6 +255,11 @@ class RowClient:
         """The lane of each feeder that is connected, by its address."""
         return {link.endpoint: INBAND if link.ring is None else SHARED_MEMORY for link in self._io.live()}
 
+    @property
+    def described_lanes(self) -> dict[str, str]:
+        """The same in words, with the reason where a lane is not the better one."""
+        return {link.endpoint: link.describe_lane() for link in self._io.live()}
+
     def close(self, bye: Bye | None = None) -> None:
         """Take leave of the feeders (at most a second or so). Slots not yet released stay readable."""
         if not self._closed:
