@@ -59,7 +59,7 @@ class _Loaded:
 class BatchLoader:
     """Takes rows from `source` and makes micro-batches of them.
 
-    `ahead`: `load_ahead` does what it says. On a CPU nothing would be gained: rows are used where they lie, and copying nothing takes no time.
+    `ahead`: whether its user should call `load_ahead`. On a CPU nothing would be gained: rows are used where they lie, and copying nothing takes no time.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BatchLoader:
         self._seed, self._anchors, self._device = seed, anchors_per_row, device
         self._empty = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._goes_ahead = ahead
+        self.goes_ahead = ahead
         self._current: _Loaded | None = None
         self._ahead: tuple[Sequence[RowKey | None], _Loaded | StoppedWaiting] | None = None
 
@@ -98,8 +98,6 @@ class BatchLoader:
 
         Raises `StreamError`; a `StoppedWaiting` is left for that `load`.
         """
-        if not self._goes_ahead:
-            return
         try:
             self._ahead = keys, self._start(keys)
         except StoppedWaiting as stopped:

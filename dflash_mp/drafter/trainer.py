@@ -151,8 +151,7 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
         _measure(sums, batch, loss)
     trainer.loader.release()
     if not (stop or abandoned):
-        with waits.waiting(), span("data wait"):
-            _load_ahead(trainer)
+        _load_ahead(trainer, waits)
     sums.add("stop", float(stop or abandoned))
     sums.add("abandoned", float(abandoned))
     sums.add_wait(world.rank, waits.seconds())
@@ -204,14 +203,15 @@ def _load(trainer: Trainer, keys: Sequence[RowKey | None], abandoned: bool) -> t
     return trainer.loader.load([None] * len(keys)), True
 
 
-def _load_ahead(trainer: Trainer) -> None:
+def _load_ahead(trainer: Trainer, waits: RowWaits) -> None:
     """The next step's first micro-batch, if rows of training are what this rank takes next."""
     options, world, following = trainer.config.train, trainer.world, trainer.step + 1
-    if following < options.steps and not schedule.held_out_due(following, options):
+    if trainer.loader.goes_ahead and following < options.steps and not schedule.held_out_due(following, options):
         batches = schedule.rows_of_step(
             following, world.rank, world.size, options.rows_per_step, options.micro_batch_rows
         )
-        trainer.loader.load_ahead(batches[0])
+        with waits.waiting(), span("data wait"):
+            trainer.loader.load_ahead(batches[0])
 
 
 def _measure(sums: StepSums, batch: MicroBatch, loss: BlockLoss) -> None:
