@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from dflash_mp.bench.capture import CaptureBench, case_target, row_operations, skipped_share
+from dflash_mp.bench.capture_split import SplitBench, SplitWork
 from dflash_mp.bench.tiny import write_tiny_target
 from dflash_mp.cli import main
 from dflash_mp.config import TargetConfig
@@ -69,6 +71,44 @@ def test_exactly_one_target_is_measured(words: list[str]) -> None:
     result = CliRunner().invoke(main, ["bench", "capture", *words])
     assert result.exit_code == 2
     assert "either --target or --case" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["capture", "--case", "tiny", "--rounds", "0"], "0 is not in the range"),
+        (["capture", "--case", "tiny", "--threads", "0"], "0 is not in the range"),
+        (["capture", "--case", "tiny", "--device", "cpu", "--compile"], "on a CPU the target has its own attention"),
+        (["step", "--repeats", "0"], "0 is not in the range"),
+        (["step", "--device", "cuda:1"], "'cuda:1' is not one of"),
+        (["stream", "--rows", "0"], "0 is not in the range"),
+        (["stream", "--repeats", "0"], "0 is not in the range"),
+        (["stream", "--row-mib", "0"], "0.0 is not in the range"),
+        (["prepare", "--rounds", "0"], "0 is not in the range"),
+        (["prepare", "--megabytes", "0"], "0.0 is not in the range"),
+        (["hostile", "--seconds", "0"], "0.0 is not in the range"),
+    ],
+)
+def test_what_measures_nothing_is_refused(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *words])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_several_devices_begin_with_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def measure(work: SplitWork, devices: list[torch.device], rounds: int) -> SplitBench:
+        asked.extend(map(str, devices))
+        asked.extend((work.threads, rounds))
+        return SplitBench(2, 1.0, 1.0, 0.0, 1e-4, "")
+
+    monkeypatch.setattr("dflash_mp.bench.capture_split.bench_split", measure)
+    monkeypatch.setattr("dflash_mp.target.model.target_device", torch.device)
+    words = ["--case", "tiny", "--device", "cuda:2", "--tensor-parallel", "2", "--rounds", "2", "--threads", "1"]
+    result = CliRunner().invoke(main, ["bench", "capture", *words])
+    assert result.exit_code == 0, result.output
+    assert asked == ["cuda:2", "cuda:3", 1, 2]
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are() -> None:

@@ -82,7 +82,8 @@ def test_a_real_feeder_and_two_ranks_are_measured_against_their_sides_and_throug
     assert first == sorted(set(first))
     assert len([text for text in said if "feeder 0: the target's rows: " in text]) == 2, "of both of its starts"
     assert any("drafter 1: rank 1: connected to ipc://" in text for text in said)
-    assert any("lost the feeder" in warning for warning in found.warnings)
+    assert any("warning: rank 0: lost the feeder" in text for text in said)
+    assert found.warnings == (), "that one has nothing to do with the ratio"
     assert set(found.start_seconds) == {"the feeders", "1 drafter alone", "2 drafters alone", "the whole run"}
     assert {file.name for file in (tmp_path / "logs").iterdir()} == {
         "feeder-0.log",
@@ -120,6 +121,7 @@ def test_a_log_tells_how_its_process_works_and_each_warning_once(tmp_path: Path)
         "2026-11-30 01:00:02 feeder 0 | warning: the layers can't be compiled",
         "2026-11-30 01:00:03 drafter 1 | rank 1: connected to ipc://y, lane inband (switched off)",
         "warning: not a line of a log",
+        "2026-11-30 01:00:03 drafter 1 | warning: x.py:1: FutureWarning: `y` is deprecated",
         "2026-11-30 01:00:04 feeder 0 | warning: half a li",
     ]
     program = f"print({chr(10).join(lines)!r}, end='')"
@@ -149,10 +151,10 @@ def test_feeders_whose_rows_are_not_in_shared_memory_are_not_measured() -> None:
 
 
 def test_one_client_of_several_feeders_has_four_rows_of_each_and_there_is_memory_for_them(tmp_path: Path) -> None:
-    place = Place(tmp_path, "tiny", Processes(("cpu",) * 3, ("cpu",)))
+    place = Place(tmp_path, "tiny", Processes(("cpu",) * 8, ("cpu",)))
     config = place.reader_config()
     row_mib = 64 * (5 * 96 * 4 + 16) / 2**20
-    assert config.stream.window_mib // row_mib >= 12
+    assert place.config("whole").stream.window_mib // row_mib < 32 <= config.stream.window_mib // row_mib
     assert config.feed.memory_mib >= 4 * row_mib
     assert place.config("whole").stream.window_mib == pytest.approx(6 * row_mib + 1)
 

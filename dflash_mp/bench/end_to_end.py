@@ -93,7 +93,7 @@ def bench_end_to_end(
         figures=figures,
         restart=restart,
         start_seconds=progress.start_seconds,
-        warnings=tuple(fleet.warnings),
+        warnings=bench.warnings,
     )
     save(result.tree())
     return result
@@ -105,6 +105,7 @@ class _Bench:
     def __init__(self, place: Place, fleet: Fleet, progress: Progress, start_seconds: float) -> None:
         self._place, self._fleet, self._progress, self._start_seconds = place, fleet, progress, start_seconds
         self._feeders: list[Running] = []
+        self.warnings: tuple[str, ...] = ()  # of the processes, up to the end of what the ratio is about
 
     def start_feeders(self) -> None:
         """All of them, which compile at the same time; nothing is measured beside that."""
@@ -188,6 +189,7 @@ class _Bench:
         figures = self._figures(before, after, training, drafters)
         self._progress.found("figures", figures, "\n".join(f"  {one.line()}" for one in figures))
         self._fleet.tell()
+        self.warnings = tuple(self._fleet.warnings)
         if kill_feeder_at is not None:
             restart = self._restart(config, watch, training, after, seconds - kill_feeder_at)
             self._progress.found("restart", restart, restart.line())

@@ -24,6 +24,7 @@ _LONGEST_NOTE = 400
 _MOST_NOTES = 20  # of one process
 _LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ([a-z]+(?: \d+)?) \| (.*)$")
 _WARNING = re.compile(r"^(warning|error|critical): ")
+_DEPRECATED = re.compile(r"\b(Future|Deprecation)Warning: ")  # a library's, about its next release
 _TELLS = re.compile(r"^the target's rows: |^\S+ M parameters, |: connected to \S+, lane ")
 
 
@@ -44,7 +45,9 @@ class Notes:
         found = []
         for line in whole.decode(errors="replace").splitlines():
             match = _LINE.match(line)
-            if match is None or not (_WARNING.search(match[2]) or _TELLS.search(match[2])):
+            if match is None or _DEPRECATED.search(match[2]):
+                continue
+            if not (_WARNING.search(match[2]) or _TELLS.search(match[2])):
                 continue
             note = f"{match[1]}: {match[2]}"[:_LONGEST_NOTE]
             if note not in self._seen and len(self._seen) <= _MOST_NOTES:

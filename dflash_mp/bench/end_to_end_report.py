@@ -66,7 +66,7 @@ class EndToEnd:
     figures: tuple[ProcessFigures, ...]
     restart: Restart | None
     start_seconds: dict[str, float] = field(default_factory=dict)  # by what was started
-    warnings: tuple[str, ...] = ()  # of the processes' logs
+    warnings: tuple[str, ...] = ()  # of the processes' logs, those before a feeder was killed
 
     @property
     def slower_side(self) -> float:
