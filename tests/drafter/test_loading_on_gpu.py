@@ -31,7 +31,7 @@ class PinnedRows:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_slow_copies_and_slow_work_change_no_row(ahead: bool, rows_at_once: int, tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    shape = DrafterShape.from_config(make_config(tmp_path).drafter, PLAN)
+    shape = DrafterShape.from_config(make_config(tmp_path).drafter, PLAN.target)
     loader = BatchLoader(PinnedRows(), LAYOUT, shape, seed=0, anchors_per_row=4, device=device, ahead=ahead)
     steps = [[RowKey("train", rows_at_once * step + i) for i in range(rows_at_once)] for step in range(5)]
     used = []
