@@ -124,9 +124,8 @@ def bench_rows(
         ways: dict[str, tuple[str, Callable[[], float]]] = {}
         plain_in, plain_out = "pinned memory → device", "device → pinned memory"
         pinned = [slot.buffer for slot in make_slots(0, _SLOTS, nbytes, pin=True, remedy="measure smaller rows")]
-        few = pinned[
-            : _IN_FLIGHT + 1
-        ]  # as many as a drafter's slots below: buffers that are used again soon lie in a cache
+        # As many as a drafter's slots below: buffers that are used again soon lie in a cache.
+        few = pinned[: _IN_FLIGHT + 1]
         ways[plain_in] = plain_in, lambda: drafters.copies(few, rows)
         ways["a drafter's slots of shared memory → device"] = plain_in, lambda: drafters.slots(client, rows)
         ways["a drafter's slots in-band → device"] = plain_in, lambda: drafters.slots(inband, rows)
