@@ -2,8 +2,8 @@
 
 On a CUDA device a row is one pass over its packed documents without a dense mask, rows of the agreed length go through compiled layers,
 and that pass is replayed as one CUDA graph. A model that doesn't allow a step gets the next best, with a warning that says what it
-costs. On a CPU the model's own attention is used, under a dense mask and not compiled, unless the caller asks otherwise. Layers that carry
-state from token to token get the documents of a row one by one. `describe` says what is in use.
+costs; processes that share a target agree on it. On a CPU the model's own attention is used, under a dense mask and not compiled, unless the
+caller asks otherwise. Layers that carry state from token to token get the documents of a row one by one. `describe` says what is in use.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from dflash_mp.errors import TargetError
+from dflash_mp.errors import DflashError, TargetError
 from dflash_mp.target.agreement import TOLERANCE, vector_error
 from dflash_mp.target.families import Anatomy, keeps_state
 from dflash_mp.target.load import Target
 from dflash_mp.target.packed_attention import UnsupportedAttention
-from dflash_mp.target.recorded import RecordedRow
+from dflash_mp.target.recorded import RecordedRow, waiting_rotary
 from dflash_mp.target.trunk import Trunk
+from dflash_mp.target.unanimity import all_succeeded
 
 log = logging.getLogger("dflash_mp.feed")
 _PROBE = 16  # tokens of each document of the probe
+_OWN_ATTENTION = (
+    "its own is used, which for packed documents takes a dense mask and as much time as if each token saw the whole row, "
+    "or takes them one by one"
+)
+_FOREVER = (torch.OutOfMemoryError, DflashError)  # what another way to compute a row doesn't cure
 
 
 class RowForward:
@@ -45,6 +51,7 @@ class RowForward:
         compiled: bool | None = None,
     ) -> None:
         self._target = target
+        self._last_hidden = last_hidden
         self._own_attention = str(getattr(anatomy.config, "_attn_implementation", None) or "own")
         packed = self._packed_trunk(anatomy, last_hidden)
         self.trunk = packed or Trunk(target.info, anatomy, last_hidden=last_hidden)
@@ -56,6 +63,7 @@ class RowForward:
         if self._row_tokens is not None:
             self._fast = Trunk(target.info, anatomy, last_hidden=last_hidden, packed=True)
             self._fast.compile_layers()
+        self._passed = False  # whether `trunk` has computed a row
         self._compile_seconds: float | None = None
         self._recorded: RecordedRow | None = None
         #: Entered with the inputs of each pass and left when it is queued, for processes that compute it with this one.
@@ -96,13 +104,46 @@ class RowForward:
                 return
         try:
             final = trunk(inputs.to(out.device, non_blocking=True), out)
-        except TorchDynamoException as error:  # of attention alone, where layers are not compiled
-            raise TargetError(
-                f"flex attention can't be compiled for {self._target.info.name}: {_short(error)}",
-                "set target.attention to sdpa, or to eager if the target caps its attention logits",
-            ) from error
+        except _FOREVER:
+            raise
+        except Exception as error:
+            if trunk is not self.trunk or not self._attention_failed(error):
+                raise
+            self._leave_packed(error)
+            self._each(inputs, out, last)
+            return
+        self._passed |= trunk is self.trunk
         if last is not None:
             last.copy_(final)
+
+    def _attention_failed(self, error: Exception) -> bool:
+        """Whether `error`, of `trunk`, may come from compiling flex attention alone, which each new length of rows does."""
+        compiling = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
+        return self.trunk.packed and (compiling or not self._passed)
+
+    def _leave_packed(self, error: Exception) -> None:
+        """Go on with the model's own attention, if that was left to us and the model is still whole; else raise `TargetError`."""
+        target, anatomy = self._target, self._target.anatomy
+        what = f"flex attention can't be compiled for {target.info.name}"
+        reason = f"{type(error).__name__}: {_short(error)}"
+        if target.attention != "auto" or anatomy is None or target.ways > 1:
+            raise TargetError(
+                f"{what}: {reason}",
+                "set target.attention to sdpa, or to eager if the target caps its attention logits",
+            ) from error
+        log.warning("%s (%s): %s", what, reason, _OWN_ATTENTION)
+        self._fast = self._recorded = self._compile_seconds = None
+        self.trunk = Trunk(target.info, anatomy, last_hidden=self._last_hidden)
+        self.one_pass = self._isolates(self.trunk)
+
+    def _each(self, inputs: torch.Tensor, out: torch.Tensor, last: torch.Tensor | None) -> None:
+        """A row that was given as one pass, now that it may take one for each document."""
+        spans = [inputs.shape[1]]
+        if not self.one_pass:
+            spans = torch.unique_consecutive(inputs[2], return_counts=True)[1].tolist()
+        lasts = [None] * len(spans) if last is None else last.split(spans)
+        for part, features, end in zip(inputs.split(spans, 1), out.split(spans), lasts, strict=True):
+            self._pass(part, features, end)
 
     def _packed_trunk(self, anatomy: Anatomy, last_hidden: bool) -> Trunk | None:
         """A trunk with packed attention, if it is asked for and the model allows it."""
@@ -122,10 +163,10 @@ class RowForward:
                     f"{target.info.name} can't have packed attention: {unsupported}", "set target.attention: auto"
                 ) from None
             log.warning(
-                "%s can't have flex attention (%s): its own is used, which for packed documents takes a dense mask "
-                "and as much time as if each token saw the whole row, or takes them one by one",
+                "%s can't have flex attention (%s): %s",
                 target.info.name,
                 unsupported,
+                _OWN_ATTENTION,
             )
             return None
 
@@ -133,10 +174,15 @@ class RowForward:
         """Whether it isolates. Raises `UnsupportedAttention` for whatever else the model says to this attention."""
         try:
             return self._isolates(packed)
-        except torch.OutOfMemoryError:
+        except (*_FOREVER, UnsupportedAttention):
             raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UnsupportedAttention(f"{type(error).__name__}: {_short(error)}") from error
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_short(error)}"
+            if self._target.ways > 1:  # the other processes may be in the middle of this pass
+                raise TargetError(
+                    f"{self._target.info.name} failed in flex attention: {reason}", "set target.attention: sdpa"
+                ) from error
+            raise UnsupportedAttention(reason) from error
 
     def _isolates(self, trunk: Trunk) -> bool:
         """Whether the second of two packed documents stays the same when the first one changes."""
@@ -160,30 +206,44 @@ class RowForward:
         shape = (inputs.shape[1], target.info.feature_width)
         features = torch.empty(shape, dtype=target.embedding.dtype, device=target.device)
         on_device = inputs.to(target.device)
+        failure = None
         try:
             trunk(on_device, features)
-        except torch.OutOfMemoryError:
+        except _FOREVER:
             raise
-        except (RuntimeError, FailOnRecompileLimitHit) as error:
+        except Exception as error:
+            failure = f"{type(error).__name__}: {_short(error)}"
+        if target.ways > 1 and not all_succeeded("compiling the layers", failure is None, target.device):
+            failure = failure or "they can't in another process that shares the target"
+        if failure is not None:
             self._fast = None
             log.warning(
                 "the layers of %s can't be compiled, so each of their operations launches a kernel and moves its data once more: %s",
                 target.info.name,
-                _short(error),
+                failure,
             )
             return
         self._compile_seconds = time.monotonic() - started
-        if target.device.type != "cuda" or target.ways > 1:  # sums between devices stay out of graphs
-            return
-        try:
-            self._recorded = RecordedRow(trunk, on_device, features)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        if target.device.type == "cuda" and target.ways == 1:  # sums between devices stay out of graphs
+            self._record(trunk, on_device, features)
+
+    def _record(self, trunk: Trunk, inputs: torch.Tensor, features: torch.Tensor) -> None:
+        reason = None
+        if (rotary := waiting_rotary(trunk.module)) is not None:
+            reason = f"its rotary embedding ({rotary}) waits for the highest position of each row"
+        else:
+            try:
+                self._recorded = RecordedRow(trunk, inputs, features)
+            except _FOREVER:
+                raise
+            except Exception as error:
+                # The recording's end only says that something was wrong before.
+                reason = _short(error.__context__ or error)
+        if reason is not None:
             log.warning(
                 "a row of %s can't be recorded as a CUDA graph, so the CPU launches its kernels one by one: %s",
-                target.info.name,
-                _short(error.__context__ or error),  # the recording's end only says that something was wrong before
+                self._target.info.name,
+                reason,
             )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from target_rows import features, packed_row
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -22,6 +23,7 @@ from dflash_mp.target import forward as forward_module
 from dflash_mp.target import packed_attention
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import Target, load_target
+from dflash_mp.target.trunk import Trunk
 
 TOKENS = 150
 
@@ -147,6 +149,83 @@ def test_attention_that_cannot_be_compiled_either_is_an_error_with_a_remedy(
     with pytest.raises(TargetError, match=r"flex attention can't be compiled for .*: no compiler") as caught:
         features(target, rows()[0], capture)
     assert "target.attention" in caught.value.remedy
+
+
+def test_attention_that_was_left_to_us_and_cannot_be_compiled_is_the_models_own_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The probe's short rows are not compiled; those of the self-check are."""
+    on_cuda(monkeypatch)
+
+    def compiler(query: torch.Tensor) -> Any:
+        if query.shape[2] < packed_attention._TILE:
+            return packed_attention.flex_attention
+        raise subprocess.CalledProcessError(1, "cc")  # as Triton does where Python.h is missing
+
+    monkeypatch.setattr(packed_attention, "_kernel", compiler)
+    target = tiny(tmp_path)
+    capture, row = Capture(target, keep_target=True, row_tokens=TOKENS), rows()[0]
+    with caplog.at_level(logging.WARNING):
+        capture.self_check(row)
+    layers, attention = [record.getMessage() for record in caplog.records if record.name == "dflash_mp.feed"]
+    assert "the layers of" in layers
+    assert "flex attention can't be compiled" in attention
+    assert "CalledProcessError" in attention
+    assert "a dense mask" in attention
+    assert capture.forward.describe() == "sdpa attention under a dense mask, layers not compiled"
+    plain = Capture(load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 1, 3], device="cpu", attention="sdpa")))
+    torch.testing.assert_close(features(target, row, capture), features(target, row, plain), atol=5e-5, rtol=5e-5)
+    assert features(target, row, capture).isfinite().all()
+
+
+def test_the_row_that_shows_it_is_computed_by_documents_where_the_models_own_attention_mixes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, row = tiny(tmp_path, attention="packed"), rows()[0]
+    capture, plain = Capture(target, keep_target=True), Capture(target, keep_target=True)
+    want = features(target, row, plain)
+    target.attention = "auto"
+    monkeypatch.setattr(forward_module.RowForward, "_isolates", lambda self, trunk: False)
+
+    def fail(query: Any) -> None:
+        raise TorchDynamoException("no compiler")
+
+    monkeypatch.setattr(packed_attention, "_kernel", fail)
+    for _ in range(2):
+        torch.testing.assert_close(features(target, row, capture), want, atol=5e-5, rtol=5e-5)
+    assert capture.forward.describe().startswith("documents one by one, sdpa attention")
+
+
+def test_what_fails_later_is_not_laid_to_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny(tmp_path, attention="packed")
+    capture = Capture(target, keep_target=True)
+    capture.self_check(rows()[0])
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(packed_attention, "_kernel", lambda query: fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        features(target, rows()[0], capture)
+
+
+@pytest.mark.parametrize("error", [AssertionError("a stride"), FailOnRecompileLimitHit("8 times")])
+def test_whatever_a_compiled_layer_raises_is_a_warning_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise error
+
+    def break_layers(trunk: Trunk) -> None:
+        trunk._layers[0].forward = fail
+
+    target = tiny(tmp_path, attention="packed")
+    monkeypatch.setattr(Trunk, "compile_layers", break_layers)
+    capture = Capture(target, row_tokens=TOKENS, compiled=True)
+    with caplog.at_level(logging.WARNING):
+        capture.self_check(rows()[0])
+    assert f"{type(error).__name__}: {error}" in caplog.text
+    assert "layers not compiled" in capture.forward.describe()
 
 
 @pytest.fixture

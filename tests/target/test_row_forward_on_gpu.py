@@ -83,6 +83,29 @@ def test_a_row_has_the_same_bits_whatever_came_before_it_and_whichever_stream_as
     assert torch.equal(again, alone)
 
 
+def test_a_model_that_cannot_be_recorded_takes_no_more_memory_with_each_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Buffers that a second stream has used are freed only if no recording counts as under way."""
+
+    def wait(module: Any, given: Any) -> None:
+        given[0].sum().item()
+
+    target = tiny(tmp_path)
+    target.anatomy.decoder.rotary_emb.register_forward_pre_hook(wait)  # type: ignore[union-attr]
+    capture, row = Capture(target, row_tokens=TOKENS), rows()[0]
+    far = torch.empty(TOKENS, target.info.feature_width, dtype=torch.bfloat16).pin_memory()
+    capture.self_check(row)
+    assert "can't be recorded as a CUDA graph" in caplog.text
+    assert "CUDA graph" not in capture.forward.describe()
+    seen = []
+    for _ in range(50):
+        capture.start(row, far).synchronize()
+        torch.cuda.synchronize()
+        seen.append(torch.cuda.memory_allocated())
+    assert seen[-1] <= seen[5] + far.nbytes
+
+
 def test_the_graph_gives_what_the_layers_give_without_it(tmp_path: Path) -> None:
     target = tiny(tmp_path)
     fast = Capture(target, keep_target=True, row_tokens=TOKENS)
