@@ -77,6 +77,11 @@ def load_split(
 
     Raises `TargetError` if the model can't be split, or if its share doesn't give the unsplit model's features.
     """
+    if config.attention == "flash_attention_2":
+        raise TargetError(
+            "a target that several processes share can't have flash_attention_2: it is loaded, and proved, on the CPU first",
+            "set target.attention: auto, or feed.tensor_parallel: 1",
+        )
     dtype = str(target_dtype(config.dtype, share.device)).removeprefix("torch.")
     whole = load(config.model_copy(update={"device": "cpu", "dtype": dtype}))
     if whole.anatomy is None:

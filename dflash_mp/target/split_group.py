@@ -3,6 +3,7 @@
 The leader starts its followers, hands each what it needs to know and then every row through a pipe, and computes with them. They live as
 long as it does: the kernel kills them when it dies, and they end when the pipe is closed. When one of them dies, or doesn't take a row
 for `GROUP_SECONDS`, the leader says which and ends at once, since it may hang in a sum that will never come. Bytes in the pipe are numbers and JSON.
+Nobody takes leave of the group: NCCL does that together with all others, of which some may be gone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -32,6 +35,7 @@ from dflash_mp.target.capture import Capture
 from dflash_mp.target.split import GROUP_SECONDS, Share, join_group
 
 log = logging.getLogger("dflash_mp.feed")
+STOPS = frozenset({signal.SIGTERM, signal.SIGINT})  # for the leader: the followers end with it
 _LENGTH = struct.Struct("<q")
 _END_SECONDS = 8.0
 _LOOK_SECONDS = 0.2
@@ -46,21 +50,23 @@ class SplitGroup:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # all are on this machine
         ways = len(devices)
         self.share = Share(0, ways, devices[0])
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, ways, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=GROUP_SECONDS)
-        )
+        self._store = _local_store(ways)
         self._closing = False
         self._since: float | None = None  # when the row was begun that is being handed out
-        self._followers = [
-            subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
-                start_new_session=True,  # Ctrl-C is for the leader
-                env={**os.environ, LEADER: mark_of(os.getpid())},
-            )
-            for _ in devices[1:]
-        ]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # inherited: held back until the followers ignore them
+        try:
+            self._followers = [
+                subprocess.Popen(
+                    [sys.executable, "-m", module],
+                    stdin=subprocess.PIPE,
+                    stdout=sys.stderr.fileno(),
+                    start_new_session=True,  # Ctrl-C is for the leader
+                    env={**os.environ, LEADER: mark_of(os.getpid())},
+                )
+                for _ in devices[1:]
+            ]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         for rank, follower in enumerate(self._followers, 1):
             text = {"rank": rank, "devices": list(map(str, devices)), "port": self._store.port, "facts": facts}
@@ -82,14 +88,14 @@ class SplitGroup:
             if follower.stdin is not None:
                 follower.stdin.close()
         deadline = time.monotonic() + (_END_SECONDS if error is None else 0.0)
-        for follower in self._followers:
+        for rank, follower in enumerate(self._followers, 1):
             try:
                 follower.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 follower.kill()
                 follower.wait()
-        if error is None:
-            dist.destroy_process_group()
+                if error is None:
+                    log.warning("process %d (pid %d) did not end by itself and was killed", rank, follower.pid)
 
     @contextmanager
     def _together(self, inputs: torch.Tensor) -> Iterator[None]:
@@ -175,7 +181,8 @@ class Follower:
                 out = like.new_empty(inputs.shape[1], info.feature_width)
                 last = like.new_empty(inputs.shape[1], info.hidden_size) if capture.last_hidden else None
                 capture.forward(inputs, out, last)
-        dist.destroy_process_group()
+        if like.device.type == "cuda":
+            torch.cuda.synchronize(like.device)  # the leader may still be in the sums of its last row
 
     def _read(self) -> bytes | None:
         head = self._pipe.read(_LENGTH.size)
@@ -184,3 +191,18 @@ class Follower:
         (length,) = _LENGTH.unpack(head)
         message = self._pipe.read(length)
         return message if len(message) == length else None
+
+
+def _local_store(ways: int) -> dist.TCPStore:
+    """Where the processes meet: listens on this machine's own address only, since whoever reaches it may write into it."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        ways,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+        master_listen_fd=listening.detach(),
+    )

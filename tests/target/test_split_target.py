@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from dflash_mp.process import children_of
 from dflash_mp.stream.client import RowClient
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.load import load_target
-from dflash_mp.target.split import Share, load_split
+from dflash_mp.target.split import Share, load_split, split
+from dflash_mp.target.unanimity import ask_all
 
 KEYS = [RowKey("train", 0), RowKey("train", 1), RowKey("held_out", 0)]
 
@@ -64,6 +68,23 @@ def received(config: RunConfig) -> list[torch.Tensor]:
         return rows
 
 
+def listening_hosts(pid: int) -> set[str]:
+    """Where the TCP sockets of this process listen."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            inodes.add(os.readlink(link))
+    found = set()
+    for family, size in (("tcp", 4), ("tcp6", 16)):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                words = bytes.fromhex(local.split(":")[0])
+                address = b"".join(words[i : i + 4][::-1] for i in range(0, size, 4))
+                found.add(str(ipaddress.ip_address(address)))
+    return found
+
+
 def gone(pid: int, seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -80,10 +101,14 @@ def test_a_split_feeder_serves_the_plain_rows_and_the_same_bits_after_a_restart_
     with started(run_file) as leader:
         rows = received(config)
         (follower,) = children_of(leader.pid)
-        leader.send_signal(signal.SIGTERM)
+        assert listening_hosts(leader.pid) == {"127.0.0.1"}
+        for pid in (follower, leader.pid):  # as whoever stops all processes of a service does
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
         _, log = leader.communicate(timeout=60)
         assert leader.returncode == 0, log
         assert "split over 2 processes" in log
+        assert "did not end by itself" not in log
         assert gone(follower)
     target = load_target(config.target)
     capture, dataset = Capture(target), PreparedDataset.open(config.data.path)
@@ -132,6 +157,48 @@ def test_what_does_not_divide_is_refused(shape: dict[str, Any], says: str, tmp_p
         load_split(
             TargetConfig(path=str(tmp_path), device="cpu", taps=2), Share(0, 2, torch.device("cpu")), packed_row([40])
         )
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sums_between_processes_are_compiled_with_their_layers(
+    run_file: Path, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced and made functional as for compiling, then run without a C++ compiler."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    config = TargetConfig(path=str(run_file.parent / "target"), device="cpu", taps=2, attention="packed")
+    row = packed_row([40, 20], padding=4)
+    target = split(load_target(config), Share(0, 1, torch.device("cpu")))
+    kinds = {type(module).__name__ for module in target.anatomy.decoder.modules()}  # type: ignore[union-attr]
+    assert "SummedLinear" in kinds
+    capture = Capture(target, row_tokens=64, compiled=True)
+    capture.self_check(row)
+    assert "layers compiled in" in capture.forward.describe()
+
+
+def test_flash_attention_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = TargetConfig(path=str(tmp_path), device="cpu", attention="flash_attention_2")
+    with pytest.raises(TargetError, match="can't have flash_attention_2"):
+        load_split(config, Share(0, 2, torch.device("cpu")), packed_row([40]))
+
+
+@pytest.mark.parametrize(("said", "all_good"), [((True, True), True), ((True, False), False), ((False, False), False)])
+def test_processes_agree_on_what_failed_in_one_of_them(said: tuple[bool, bool], all_good: bool) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as threads:
+        heard = list(threads.map(lambda rank: ask_all(store, rank, 2, "compiling", said[rank]), (0, 1)))
+    assert heard == [all_good, all_good]
+
+
+def test_a_process_that_hears_nothing_from_another_ends_with_an_error() -> None:
+    with pytest.raises(TargetError, match="compiling failed in process 1, but some other said nothing"):
+        ask_all(dist.HashStore(), 1, 2, "compiling", False, seconds=0.1)
 
 
 def test_a_follower_that_cannot_start_ends_the_leader() -> None:
