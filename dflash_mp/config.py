@@ -128,7 +128,7 @@ class StreamConfig(_Section):
         description="hidden states on their way: auto: as the target computes them; fp8: a byte each, with a scale for each token and tap. "
         "The same on both sides, and for the whole run",
     )
-    connect_seconds: float = Field(120, gt=0, description="longest wait for a feeder at start-up")
+    connect_seconds: float = Field(120, gt=0, description="longest wait for a feeder, which loads and compiles first")
     row_seconds: float = Field(300, gt=0, description="longest wait for one row before the rank gives up")
     silent_seconds: float = Field(15, gt=0, description="a feeder that answers nothing for so long is taken for dead")
     keys: Path | None = Field(
@@ -277,6 +277,13 @@ class RunConfig(_Section):
             raise ValueError(
                 f"feed.devices names {len(self.feed.devices)} devices for {feeders} feeders ({said_by}); give {each}"
             )
+        for index in range(feeders):
+            names = ["cuda:0" if name == "cuda" else name for name in self.feeder_devices(index) if "cuda" in name]
+            if len(set(names)) < len(names):
+                raise ValueError(
+                    f"feed.tensor_parallel ({ways}) needs a device for each process, but feeder {index} has "
+                    f"{' and '.join(names)}; name {ways} in feed.devices, or set target.device: auto for cuda:0 and up"
+                )
         return self
 
     def feeder_devices(self, index: int) -> list[str]:

@@ -90,6 +90,14 @@ def test_a_wrong_type_or_value_is_named_and_shown(tmp_path: Path, key: str, valu
         (["data.max_document_tokens=4096"], ("max_document_tokens (4096)", "row_tokens (2048)")),
         (["feed.endpoints=[ipc:///a, ipc:///b]", "feed.devices=[cpu]"], ("feed.devices", "feed.endpoints")),
         (["feed.count=3", "feed.devices=[cuda:0, cuda:1]"], ("feed.devices", "feed.count")),
+        (
+            ["feed.tensor_parallel=2", "target.device=cuda:0"],
+            ("feed.tensor_parallel (2)", "feeder 0 has cuda:0 and cuda:0"),
+        ),
+        (
+            ["feed.tensor_parallel=2", "feed.devices=[cuda, cuda:0]"],
+            ("feed.tensor_parallel (2)", "name 2 in feed.devices"),
+        ),
     ],
 )
 def test_values_that_cannot_go_together_are_refused(
