@@ -92,14 +92,19 @@ def drafter_memory(
 
 
 def feeder_memory(target: TargetInfo, parameters: int, row_tokens: int) -> Memory:
-    """Of one feeder: all of the target while its self-check runs over a row that is one document."""
+    """Of one feeder: all of the target while its self-check runs over a row that is one document.
+
+    Features: those that the CUDA graph writes, and of two rows on their way. Its memory is a layer's, kept beside that of plain passes.
+    """
     w, t, h = FLOAT_TYPES[target.dtype].itemsize, row_tokens, target.hidden_size
     q, kv = target.heads * target.head_dim, target.kv_heads * target.head_dim
-    working = t * (4 * h + 2 * q + 2 * kv + 3 * target.intermediate_size) * w + _MASKS * t * t
+    layer = f"{w}·(4·H + 2·q + 2·kv + 3·I)·T"
+    graph = t * (4 * h + 2 * q + 2 * kv + 3 * target.intermediate_size) * w
     return Memory(
         (
             Term("target", f"{w} bytes × {parameters / 1e6:,.1f} M parameters", w * parameters),
-            Term("features", f"2·{w}·K·H for each of {t} tokens", 2 * w * t * target.feature_width),
+            Term("features", f"3·{w}·K·H for each of {t} tokens", 3 * w * t * target.feature_width),
+            Term("a row's CUDA graph", layer, graph),
         ),
         (
             (
@@ -108,7 +113,7 @@ def feeder_memory(target: TargetInfo, parameters: int, row_tokens: int) -> Memor
                     f"{w}·H for each token and layer, in the self-check",
                     w * (target.num_layers + 1) * t * h,
                 ),
-                Term("a layer at work", f"{w}·(4·H + 2·q + 2·kv + 3·I)·T + {_MASKS}·T²", working),
+                Term("a layer at work", f"{layer} + {_MASKS}·T²", graph + _MASKS * t * t),
             ),
         ),
     )

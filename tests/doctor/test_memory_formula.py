@@ -33,7 +33,9 @@ def test_a_targets_size_is_that_of_the_loaded_target(tmp_path: Path) -> None:
     for fact in ("num_layers", "hidden_size", "vocab_size", "layer_ids", "tied_head", "heads", "kv_heads", "head_dim"):
         assert getattr(size.info, fact) == getattr(loaded.info, fact), fact
     assert size.info.intermediate_size == loaded.info.intermediate_size
-    assert feeder_memory(size.info, size.parameters, 64).resident[0].nbytes == 4 * loaded.model.num_parameters()
+    memory = feeder_memory(size.info, size.parameters, 64)
+    assert memory.resident[0].nbytes == 4 * loaded.model.num_parameters()
+    assert memory.resident[1].nbytes == 3 * 4 * 64 * loaded.info.feature_width
 
 
 def test_a_large_targets_size_and_its_drafters_are_the_published_ones(tmp_path: Path) -> None:
