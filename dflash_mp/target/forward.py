@@ -110,6 +110,8 @@ class RowForward:
             if trunk is not self.trunk or not self._attention_failed(error):
                 raise
             self._leave_packed(error)
+            final = None
+        if final is None:  # out here, what the failed pass has made is freed
             self._each(inputs, out, last)
             return
         self._passed |= trunk is self.trunk
@@ -213,19 +215,24 @@ class RowForward:
             raise
         except Exception as error:
             failure = f"{type(error).__name__}: {_short(error)}"
-        if target.ways > 1 and not all_succeeded("compiling the layers", failure is None, target.device):
-            failure = failure or "they can't in another process that shares the target"
         if failure is not None:
-            self._fast = None
-            log.warning(
-                "the layers of %s can't be compiled, so each of their operations launches a kernel and moves its data once more: %s",
-                target.info.name,
-                failure,
-            )
+            self._stay_uncompiled(failure)
+        alike = target.ways == 1 or all_succeeded("compiling the layers", failure is None, target.device)
+        if failure is None and not alike:
+            self._stay_uncompiled("they can't in another process that shares the target")
+        if self._fast is None:
             return
         self._compile_seconds = time.monotonic() - started
         if target.device.type == "cuda" and target.ways == 1:  # sums between devices stay out of graphs
             self._record(trunk, on_device, features)
+
+    def _stay_uncompiled(self, reason: str) -> None:
+        self._fast = None
+        log.warning(
+            "the layers of %s can't be compiled, so each of their operations launches a kernel and moves its data once more: %s",
+            self._target.info.name,
+            reason,
+        )
 
     def _record(self, trunk: Trunk, inputs: torch.Tensor, features: torch.Tensor) -> None:
         reason = None

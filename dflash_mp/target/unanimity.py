@@ -34,6 +34,6 @@ def ask_all(store: dist.Store, rank: int, ways: int, what: str, success: bool, s
         raise TargetError(
             f"of the {ways} processes that share the target, {what} {'succeeded' if success else 'failed'} in process {rank}, "
             f"but some other said nothing about it for {seconds:g} s",
-            "set feed.compile: false; what failed is in the log of one of them",
+            "set feed.compile: false; what failed is in the lines above, by one of them",
         ) from error
     return all(store.get(key) == b"yes" for key in keys)

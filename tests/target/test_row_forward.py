@@ -228,6 +228,26 @@ def test_whatever_a_compiled_layer_raises_is_a_warning_with_the_reason(
     assert "layers not compiled" in capture.forward.describe()
 
 
+def test_layers_that_another_process_of_the_group_cannot_compile_are_not_compiled_here_either(
+    tmp_path: Path, traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[bool] = []
+
+    def answer(what: str, success: bool, device: torch.device) -> bool:
+        told.append(success)
+        return False
+
+    monkeypatch.setattr(forward_module, "all_succeeded", answer)
+    target = tiny(tmp_path, attention="packed")
+    target.ways = 2
+    capture = Capture(target, row_tokens=TOKENS, compiled=True)
+    with caplog.at_level(logging.WARNING):
+        capture.self_check(rows()[0])
+    assert told == [True]
+    assert "they can't in another process that shares the target" in caplog.text
+    assert capture.forward.describe().endswith("layers not compiled, split over 2 processes")
+
+
 @pytest.fixture
 def with_sinks(tmp_path: Path) -> Path:
     config = GptOssConfig(
