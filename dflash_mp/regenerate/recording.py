@@ -11,13 +11,15 @@ from collections.abc import Callable
 
 import torch
 
+from dflash_mp.target.recorded import end_failed_recording
+
 
 class Recorder:
     """Graphs on `device`, each under a number."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -27,16 +29,20 @@ class Recorder:
     def record(self, number: int, work: Callable[[], None]) -> None:
         """Record `work`, which has run before, since a recording can neither compile nor load; it is not run. Raises what `work` does."""
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self._device),
-            # A recording that fails leaves its own stream as the current one; here it ends.
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
+        # A recording that fails leaves its own stream as the current one; in the outer context that ends.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            try:
+                self._record(graph, work)
+            except BaseException:
+                end_failed_recording(self._pool, self._device)
+                raise
+        self._graphs[number] = graph
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             if not torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"the recording is not of {self._device}")
             work()
-        self._graphs[number] = graph
 
     def replay(self, number: int) -> None:
         """Queue the graph of this number on the device's current stream."""
