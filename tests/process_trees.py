@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dflash_mp.process import mark_of, marked_processes
 from dflash_mp.supervisor import Part, Patience
@@ -105,3 +106,10 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {SECONDS:.0f} s: {what}")
         time.sleep(0.02)
+
+
+def written_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl` of a run that goes on: the last one may be half written."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

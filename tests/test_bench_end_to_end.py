@@ -47,6 +47,7 @@ def result(feeders: str, drafters: str, *, feeders_alone: float, drafter_alone: 
 def test_a_real_feeder_and_two_ranks_are_measured_against_their_sides_and_through_the_feeders_death(
     tmp_path: Path,
 ) -> None:
+    before = set(marked_processes(mark_of(os.getpid())))  # multiprocessing's own, of tests before this one
     said: list[str] = []
     saved: list[set[str]] = []
     found = bench_end_to_end(
@@ -60,7 +61,7 @@ def test_a_real_feeder_and_two_ranks_are_measured_against_their_sides_and_throug
         keep=tmp_path / "logs",
         side_by_side=True,
     )
-    assert marked_processes(mark_of(os.getpid())) == []
+    assert set(marked_processes(mark_of(os.getpid()))) <= before
     phases = [
         text for text in said if text in ("1 drafter alone", "2 drafters alone", "the feeders alone", "the whole run")
     ]
@@ -145,9 +146,10 @@ def test_a_log_tells_how_its_process_works_and_each_warning_once(tmp_path: Path)
 
 
 def test_feeders_whose_rows_are_not_in_shared_memory_are_not_measured() -> None:
+    before = set(marked_processes(mark_of(os.getpid())))
     with pytest.raises(DflashError, match=r"don't come through shared memory: ipc:.*inband \(.*too little memory"):
         bench_end_to_end("tiny", Processes(("cpu",), ("cpu",)), overrides=["feed.memory_mib=0.15"], alone_seconds=1)
-    assert marked_processes(mark_of(os.getpid())) == []
+    assert set(marked_processes(mark_of(os.getpid()))) <= before
 
 
 def test_one_client_of_several_feeders_has_four_rows_of_each_and_there_is_memory_for_them(tmp_path: Path) -> None:

@@ -129,7 +129,6 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # there are none; and one rank alone may go first (`compile_order`)
     )
     parallel.register_comm_hook(None, _sum_gradients)
     return parallel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_trees import SECONDS, eventually
+from process_trees import SECONDS, eventually, written_metrics
 from safetensors.torch import load_file
 from tiny_run import make_tiny_run
 
@@ -49,9 +48,7 @@ class Run:
 
     def steps(self) -> int:
         """Steps trained so far, of all starts in this run directory."""
-        file = self.run_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return max((json.loads(line)["step"] for line in lines), default=0)
+        return max((line["step"] for line in written_metrics(self.run_dir)), default=0)
 
     def wait_for_step(self, step: int) -> None:
         eventually(lambda: self.steps() >= step or self.process.poll() is not None, f"step {step}")

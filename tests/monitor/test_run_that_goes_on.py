@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from observed_run import ObservedRun, free_ports, observed_run
-from process_trees import SECONDS, eventually
+from process_trees import SECONDS, eventually, written_metrics
 from prometheus_server import needs_prometheus, prometheus, queries
 
 from dflash_mp.monitor.catalogue import BY_NAME, METRICS
@@ -48,7 +47,7 @@ def test_the_run_shows_every_metric_and_no_other(observed: ObservedRun) -> None:
 def test_the_figures_are_those_of_the_run(observed: ObservedRun) -> None:
     feeders, ranks = (Scraper(observed.endpoints[part], 30.0).read() for part in (slice(0, 2), slice(2, 4)))
     step = ranks[0].value("dflash_mp_train_step")
-    lines = [json.loads(line) for line in (observed.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = written_metrics(observed.run_dir)
     loss = ranks[0].value("dflash_mp_loss", split="train")
     (line,) = [line for line in lines if line["kind"] == "train" and line["loss"] == loss]
     assert step is not None
