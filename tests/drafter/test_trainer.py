@@ -9,9 +9,11 @@ from synthetic_rows import SyntheticRows, make_config, make_trainer
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.drafter import checkpoint, state
+from dflash_mp.drafter.metrics import _SCALARS
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.rows import TakenRow
 from dflash_mp.drafter.trainer import Trainer, train, train_step
+from dflash_mp.drafter.world import World
 from dflash_mp.errors import CheckpointError, DflashError
 from dflash_mp.stream.client_patience import StoppedWaiting
 
@@ -66,16 +68,17 @@ class Withheld(SyntheticRows):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("missing", "done"), [(RowKey("train", 14), 4), (RowKey("train", 12), 4), (RowKey("train", 1), 0)]
+    ("missing", "done"),
+    [(RowKey("train", 14), 4), (RowKey("train", 13), 4), (RowKey("train", 12), 4), (RowKey("train", 1), 0)],
 )
 def test_a_step_that_lacks_a_row_when_a_stop_is_asked_for_is_dropped_and_the_last_one_saved(
     tmp_path: Path, missing: RowKey, done: int, ahead: bool
 ) -> None:
-    whole, rows = make_config(tmp_path / "whole", log_every=1), SyntheticRows()
+    whole, rows = make_config(tmp_path / "whole", log_every=1, micro_batch_rows=2), SyntheticRows()
     uninterrupted = make_trainer(whole, rows)
     assert run_to_end(uninterrupted, rows)
 
-    parts, rows = make_config(tmp_path / "parts", log_every=1), Withheld(missing)
+    parts, rows = make_config(tmp_path / "parts", log_every=1, micro_batch_rows=2), Withheld(missing)
     assert not run_to_end(make_trainer(parts, rows, ahead=ahead), rows)
     assert rows.held == 0
     assert checkpoint.steps_of(parts.run_dir) == ([done] if done else [])
@@ -243,3 +246,25 @@ def test_what_was_loaded_ahead_is_for_the_load_of_the_same_rows_only(tmp_path: P
     loader.load_ahead([RowKey("train", 0)])
     with pytest.raises(RuntimeError, match="loaded ahead"):
         loader.load([RowKey("train", 1)])
+
+
+class AnotherIsAsked(World):
+    """Beside this rank there is one that is asked to stop in its third step."""
+
+    steps = 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) > 1:  # not a barrier's
+            AnotherIsAsked.steps += 1
+            values[_SCALARS.index("stop")] += AnotherIsAsked.steps == 3
+        return values
+
+
+def test_what_was_loaded_ahead_is_given_back_when_another_rank_was_asked_to_stop(tmp_path: Path) -> None:
+    config, rows = make_config(tmp_path, held_out_rows=0), SyntheticRows()
+    trainer = make_trainer(config, rows, ahead=True)
+    trainer.world = AnotherIsAsked(0, 1, 0, 1, torch.device("cpu"))
+    assert not run_to_end(trainer, rows)
+    assert trainer.step == 3
+    assert rows.taken[-1] == RowKey("train", 9)
+    assert rows.held == 0
