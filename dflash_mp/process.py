@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,11 @@ def die_with_parent() -> None:
 def mark_of(pid: int) -> str:
     """The mark that a supervisor with this `pid` puts into its children's environment: unlike a pid, it is never used again."""
     return f"{pid}.{_stat(pid)[19]}"
+
+
+def seconds_since_start() -> float:
+    """Age of this process."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def marked_processes(mark: str) -> list[int]:

@@ -25,7 +25,7 @@ _MOST_NOTES = 20  # of one process
 _LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ([a-z]+(?: \d+)?) \| (.*)$")
 _WARNING = re.compile(r"^(warning|error|critical): ")
 _DEPRECATED = re.compile(r"\b(Future|Deprecation)Warning: ")  # a library's, about its next release
-_TELLS = re.compile(r"^the target's rows: |^\S+ M parameters, |: connected to \S+, lane ")
+_TELLS = re.compile(r"^the target's rows: |^step \d+, the first here|^\S+ M parameters, |: connected to \S+, lane ")
 
 
 class Notes:

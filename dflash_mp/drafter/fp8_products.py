@@ -32,25 +32,32 @@ _FAST_OUTPUT, _FAST_INPUT_GRADIENT, _FAST_WEIGHT_GRADIENT = True, True, True
 
 
 class ScaledLinear(nn.Linear):
-    """`nn.Linear` without bias, multiplied in fp8. Same parameter, same name; results in the input's dtype."""
+    """`nn.Linear` without bias, multiplied in fp8. Same parameter, same name; results in the input's dtype.
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    `apart`: the gradient is written to memory before it is rounded. For a layer whose output goes through a norm: the compiler would otherwise have
+    one kernel reduce over the norm's width and write transposed bytes, at a tenth of the memory's speed.
+    """
+
+    def __init__(self, inputs: int, outputs: int, apart: bool = False) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self._apart = apart
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, -2)
         rows = len(flat)
         if rows % MULTIPLE:  # the gradient of the weight sums over rows
-            padded: torch.Tensor = _ScaledProduct.apply(F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight)
+            padded: torch.Tensor = _ScaledProduct.apply(
+                F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight, self._apart
+            )
             return padded[:rows].unflatten(0, x.shape[:-1])
-        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight)
+        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight, self._apart)
         return out.unflatten(0, x.shape[:-1])
 
 
-def linear(inputs: int, outputs: int, fp8: bool) -> nn.Linear:
-    """A linear layer without bias: scaled if `fp8` and its widths allow it."""
+def linear(inputs: int, outputs: int, fp8: bool, *, normed: bool = False) -> nn.Linear:
+    """A linear layer without bias: scaled if `fp8` and its widths allow it. `normed`: its output goes through a norm."""
     if fp8 and inputs % MULTIPLE == 0 and outputs % MULTIPLE == 0:
-        return ScaledLinear(inputs, outputs)
+        return ScaledLinear(inputs, outputs, apart=normed)
     return nn.Linear(inputs, outputs, bias=False)
 
 
@@ -107,21 +114,33 @@ class _ScaledProduct(torch.autograd.Function):
     """x [m, k] · weightᵀ [n, k]; m, n and k are multiples of 16."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, apart: bool) -> torch.Tensor:
         values, scale = quantise(x)
         ctx.save_for_backward(values, scale, weight)
+        ctx.apart = apart
         return multiply(values, scale, *quantise(weight), x.dtype, fast=_FAST_OUTPUT)
 
     @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         values, scale, weight = ctx.saved_tensors
-        slopes, slope_scale = quantise(of_out)
+        slopes, slope_scale = quantise(_written(of_out) if ctx.apart and torch.compiler.is_compiling() else of_out)
         weights, weight_scale = quantise(weight)
         of_x = multiply(slopes, slope_scale, _turned(weights), weight_scale, of_out.dtype, fast=_FAST_INPUT_GRADIENT)
         of_weight = multiply(
             _turned(slopes), slope_scale, _turned(values), scale, weight.dtype, fast=_FAST_WEIGHT_GRADIENT
         )
-        return of_x, of_weight
+        return of_x, of_weight, None
+
+
+@torch.library.custom_op("dflash_mp::written", mutates_args=())
+def _written(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that the compiler can't look into: what makes `x` and what reads the copy stay different kernels."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_written.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _turned(values: torch.Tensor) -> torch.Tensor:

@@ -214,8 +214,8 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = fp8_products.linear(shape.hidden_size, queries, fp8)
-        self.k_proj = fp8_products.linear(shape.hidden_size, keys, fp8)
+        self.q_proj = fp8_products.linear(shape.hidden_size, queries, fp8, normed=True)
+        self.k_proj = fp8_products.linear(shape.hidden_size, keys, fp8, normed=True)
         self.v_proj = fp8_products.linear(shape.hidden_size, keys, fp8)
         self.o_proj = fp8_products.linear(queries, shape.hidden_size, fp8)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)

@@ -36,6 +36,7 @@ from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.drafter.step_profile import StepProfile, span
 from dflash_mp.drafter.world import World
+from dflash_mp.process import seconds_since_start
 from dflash_mp.stream.client_patience import StoppedWaiting
 from dflash_mp.stream.pace import FeedersPace
 from dflash_mp.stream.plan import StreamPlan
@@ -78,7 +79,9 @@ def train(
         return True
     held_out = min(options.held_out_rows, trainer.plan.data.held_out_rows)
     source.schedule(schedule.row_sequence(options, trainer.step, world.rank, world.size, held_out))
+    began = time.perf_counter()
     warm_up(trainer)
+    warm_seconds: float | None = time.perf_counter() - began
     stopping, saved = False, trainer.step
     if trainer.step == 0:
         stopping = not measure_held_out(trainer, held_out, report, stop_requested)
@@ -91,6 +94,9 @@ def train(
         stopping = figures.stop
         last = trainer.step == options.steps
         if not figures.abandoned:
+            if warm_seconds is not None:
+                _say_started(report, trainer.step, warm_seconds)
+                warm_seconds = None
             meter.add(figures)
             seconds, waited = time.perf_counter() - started, figures.longest_wait
             balance.add(seconds, waited)
@@ -111,6 +117,12 @@ def train(
     if stopping:
         profile.close(trainer.step)
     return trainer.step == options.steps
+
+
+def _say_started(report: Reporter, step: int, warm_seconds: float) -> None:
+    age = seconds_since_start()
+    text = f"step {step}, the first here, ended {age:.1f} s after this process began; compiling took {warm_seconds:.1f} s of it"
+    report.say(text, "first_step", step=step, seconds=age, compile_seconds=warm_seconds)
 
 
 def warm_up(trainer: Trainer) -> None:

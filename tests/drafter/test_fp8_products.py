@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from dflash_mp.drafter.fp8_products import FP8, LARGEST, ScaledLinear, linear, quantise, round_to_fp8, unscaled_layers
 
@@ -126,3 +131,25 @@ def test_widths_that_fp8_cannot_take_stay_as_they_are_and_are_named() -> None:
     )
     assert [name for name, _ in unscaled_layers(layers)] == ["odd", "off"]
     assert list(layers["wide"].state_dict()) == ["weight"]
+
+
+def test_a_gradient_that_comes_through_a_norm_is_written_before_it_is_rounded() -> None:
+    """Compiled, of the layer that asks for it only; results stay those of the layer that is not compiled."""
+    backward_graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        backward_graphs.append(graph.print_readable(print_output=False))
+        return make_boxed_func(graph.forward)
+
+    for normed in (False, True):
+        torch.manual_seed(3)
+        layer = linear(32, 64, True, normed=normed)
+        x, slopes = torch.randn(48, 32, requires_grad=True), torch.randn(48, 64)
+        layer(x).backward(slopes)
+        wanted = [x.grad.clone(), layer.weight.grad.clone()]  # type: ignore[union-attr]
+        x.grad = layer.weight.grad = None
+        backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep)
+        torch.compile(layer, backend=backend, fullgraph=True)(x).backward(slopes)
+        for found, right in zip((x.grad, layer.weight.grad), wanted, strict=True):
+            torch.testing.assert_close(found, right)
+    assert ["dflash_mp.written" in graph for graph in backward_graphs] == [False, True]
