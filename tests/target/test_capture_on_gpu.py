@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def test_the_checksum_does_not_depend_on_the_device(tmp_path: Path) -> None:
 
 
 def test_started_rows_arrive_in_pinned_memory_while_the_next_is_queued(tmp_path: Path) -> None:
-    """The device is kept busy, so that a start which waited for it would show, and outputs are poisoned."""
+    """The device is kept busy, so that a start which waited for it would show, and outputs are poisoned. Rows before it leave the
+    allocators memory for that many at a time: asking the driver for some waits for the device."""
     write_tiny_target(tmp_path)
     capture = Capture(load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 2])), last_hidden=True)
     rows = [packed_row([70 + n, 1, 50 - n], padding=7) for n in range(6)]
@@ -53,7 +55,12 @@ def test_started_rows_arrive_in_pinned_memory_while_the_next_is_queued(tmp_path:
     right = [tuple(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes) for _ in rows]
     for row, (out, last) in zip(rows, right, strict=True):
         capture.capture(row, out, last)
-    found = [tuple(torch.full(shape, 7.0, dtype=torch.bfloat16).pin_memory() for shape in shapes) for _ in rows]
+    found = [tuple(torch.empty(shape, dtype=torch.bfloat16).pin_memory() for shape in shapes) for _ in rows]
+    torch.cuda._sleep(200_000_000)
+    for arrival in [capture.start(row, out, last) for row, (out, last) in zip(rows, found, strict=True)]:
+        arrival.synchronize()
+    for tensor in itertools.chain(*found):
+        tensor.fill_(7.0)
     torch.cuda._sleep(2_000_000_000)  # about a second
     arrivals = [capture.start(row, out, last) for row, (out, last) in zip(rows, found, strict=True)]
     assert not arrivals[-1].query()

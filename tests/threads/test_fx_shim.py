@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from shim_state import Snapshot
+from torch.nn.attention.flex_attention import flex_attention
 
 from dflash_mp.threads import fx_shim, races, states
 from dflash_mp.threads.fx_shim import FxShimError, install, isolated, uninstall
@@ -99,6 +100,39 @@ def test_tracing_and_compiling_give_the_same_results_under_the_shim() -> None:
         compiled(x).sum().backward()
         assert model[0].weight.grad is not None
         assert torch.equal(compiled(x), expected)
+
+
+def test_flex_attention_is_compiled_in_one_graph_under_the_shim() -> None:
+    """Its traced code imports from `torch.compiler`, a module with thread-local names."""
+
+    def doubled(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+        return score * 2
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, x, x, score_mod=doubled)
+
+    x = torch.randn(1, 1, 128, 16)
+    with isolated():
+        assert torch.allclose(
+            torch.compile(attention, backend="aot_eager", dynamic=False, fullgraph=True)(x), attention(x), atol=1e-5
+        )
+
+
+def _asks_while_traced(x: torch.Tensor) -> torch.Tensor:
+    import torch.fx.experimental.proxy_tensor  # noqa: F401
+    import torch.fx.traceback as of_package
+    from torch.compiler import is_compiling
+    from torch.fx._symbolic_trace import Tracer  # noqa: F401
+
+    return x + is_compiling() + 2 * of_package.has_preserved_node_meta()
+
+
+def test_traced_code_may_import_from_what_was_changed() -> None:
+    with isolated():
+        compiled = torch.compile(_asks_while_traced, backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(1)).item() == 1
+        assert _asks_while_traced(torch.zeros(1)).item() == 0
+    assert compiled(torch.zeros(1)).item() == 1
 
 
 def unknown(text: str) -> states.State:
