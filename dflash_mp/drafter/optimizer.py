@@ -28,7 +28,6 @@ class MasterAdamW:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self.parameters.items()
         }
-        self._names = {master: name for name, master in self.masters.items()}
         decayed = [p for p in self.masters.values() if p.dim() > 1]
         plain = [p for p in self.masters.values() if p.dim() <= 1]
         on_cuda = any(p.is_cuda for p in self.masters.values())
@@ -42,10 +41,10 @@ class MasterAdamW:
         )
         self._clip = train.clip
         self._numbers = (train.betas, train.eps)
-        self._fused = on_cuda and all(p.dtype == torch.bfloat16 for p in self.parameters.values())
         self._steps_done = 0
-        if self._fused:
-            self._materialise()
+        self._fused: fused_adamw.FusedAdamW | None = None
+        if on_cuda and all(p.dtype == torch.bfloat16 for p in self.parameters.values()):
+            self._fused = self._fuse(train.weight_decay)
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight_sum: float) -> float:
@@ -53,14 +52,18 @@ class MasterAdamW:
 
         Raises `DflashError` naming the first non-finite gradient; nothing is updated then.
         """
-        gradients = {name: _gradient(name, p) for name, p in self.parameters.items()}
-        norm, scale = self._norm_and_scale(list(gradients.values()), weight_sum)
+        gradients = [_gradient(name, p) for name, p in self.parameters.items()]
+        norm, scale = self._norm_and_scale(gradients, weight_sum)
         read_norm = _begin_to_read(norm)
         if self._fused:  # the device skips the update when the norm is not finite; the host learns of it meanwhile
-            self._update_fused(gradients, learning_rate, scale)
+            numbers = fused_adamw.Update(self._steps_done + 1, learning_rate, *self._numbers)
+            self._fused.apply(numbers, gradients, scale)
         measured = read_norm()
         if not math.isfinite(measured):
-            bad = next((name for name, g in gradients.items() if not bool(g.isfinite().all())), "the norm's sum")
+            bad = next(
+                (name for name, g in zip(self.parameters, gradients, strict=True) if not bool(g.isfinite().all())),
+                "the norm's sum",
+            )
             raise DflashError(
                 f"the gradient of {bad} is not finite", "lower train.learning_rate, or look at the rows of this step"
             )
@@ -78,30 +81,17 @@ class MasterAdamW:
         scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) * mean
         return norm, torch.where(norm.isfinite(), scale, torch.nan)
 
-    def _update_fused(self, gradients: dict[str, torch.Tensor], learning_rate: float, scale: torch.Tensor) -> None:
+    def _fuse(self, weight_decay: float) -> fused_adamw.FusedAdamW:
+        self._materialise()
         slots = []
-        for group in self._adamw.param_groups:
-            for master in group["params"]:
-                name, state = self._names[master], self._adamw.state[master]
-                slots.append(
-                    fused_adamw.Slot(
-                        self.parameters[name],
-                        gradients[name],
-                        master.data,
-                        state["exp_avg"],
-                        state["exp_avg_sq"],
-                        group["weight_decay"],
-                    )
-                )
-        fused_adamw.apply(
-            fused_adamw.Update(self._steps_done + 1, learning_rate, *self._numbers),
-            slots,
-            scale,
-        )
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            state, decay = self._adamw.state[master], weight_decay if parameter.dim() > 1 else 0.0
+            slots.append(fused_adamw.Slot(parameter, master, state["exp_avg"], state["exp_avg_sq"], decay))
+        return fused_adamw.FusedAdamW(slots)
 
-    def _update(self, gradients: dict[str, torch.Tensor], learning_rate: float, scale: float) -> None:
-        for name, master in self.masters.items():
-            gradient = gradients[name]
+    def _update(self, gradients: list[torch.Tensor], learning_rate: float, scale: float) -> None:
+        for master, gradient in zip(self.masters.values(), gradients, strict=True):
             master.grad = gradient.mul_(scale) if gradient.dtype == torch.float32 else gradient.float().mul_(scale)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate

@@ -15,6 +15,7 @@ from dflash_mp.drafter import fused_adamw
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.errors import DflashError
 
+# Whole blocks of the kernel and the rest of one, less than one, a single element.
 SIZES = {"matrix": (37, 65), "wide": (64, 128), "norm": (48,), "single": (1,)}
 
 
@@ -33,6 +34,16 @@ def set_gradients(named: dict[str, nn.Parameter], seed: int) -> None:
             parameter.grad = gradient
         else:
             parameter.grad.copy_(gradient)
+
+
+def move_gradients(named: dict[str, nn.Parameter], offset: int) -> None:
+    """To views into one buffer, as those of DDP are, the first `offset` elements behind its beginning and each right behind the one before."""
+    sizes = [p.numel() for p in named.values()]
+    first = next(iter(named.values()))
+    parts = torch.empty(offset + sum(sizes), dtype=first.dtype, device=first.device)[offset:].split(sizes)
+    for parameter, part in zip(named.values(), parts, strict=True):
+        view = part.view_as(parameter)
+        parameter.grad = view.copy_(parameter.grad) if parameter.grad is not None else view
 
 
 def options(**changes: object) -> TrainConfig:
@@ -70,25 +81,29 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
 
 
 def compare_fused(device: str) -> None:
-    """Five updates by the kernel and by `torch.optim.AdamW`; then one whose scale is NaN, which must write nothing."""
+    """Eight updates by the kernel and by `torch.optim.AdamW`, gradients moving between them; then one whose scale is NaN, which must write nothing."""
     fused, plain = parameters(device, torch.bfloat16), parameters(device, torch.bfloat16)
     masters = {name: p.detach().float() for name, p in fused.items()}
     moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in masters.items()}
     reference = MasterAdamW(plain.items(), options(clip=1e9))
-    reference._fused = False
+    reference._fused = None
     scale = torch.tensor(0.25, device=device)
+    kernel = fused_adamw.FusedAdamW(
+        [fused_adamw.Slot(p, masters[name], *moments[name], 0.1 if p.dim() > 1 else 0.0) for name, p in fused.items()]
+    )
 
     def update(step: int, factor: torch.Tensor) -> None:
-        slots = [
-            fused_adamw.Slot(p, p.grad, masters[name], *moments[name], 0.1 if p.dim() > 1 else 0.0)
-            for name, p in fused.items()
-        ]
-        fused_adamw.apply(fused_adamw.Update(step, 1e-2, (0.9, 0.95), 1e-8), slots, factor)
+        gradients = [p.grad for p in fused.values()]
+        kernel.apply(fused_adamw.Update(step, 1e-2, (0.9, 0.95), 1e-8), gradients, factor)
 
-    for step in range(1, 6):
+    for step in range(1, 9):
         set_gradients(fused, step)
         set_gradients(plain, step)
+        if step in (3, 6):  # "wide" is then at a multiple of 16 bytes, or of 2 only
+            move_gradients(fused, 3 if step == 3 else 4)
+        table = kernel._table
         update(step, scale)
+        assert (kernel._table is table) == (step not in (1, 3, 6)), "made anew when a gradient has moved, and then only"
         reference.step(1e-2, 4.0)
         for name, tensor in reference.tensors().items():
             kind, _, parameter = name.partition(".")
@@ -103,9 +118,11 @@ def compare_fused(device: str) -> None:
             assert not parameter.grad.any()
     before = {name: m.clone() for name, m in masters.items()}
     set_gradients(fused, 9)
-    update(6, torch.tensor(float("nan"), device=device))
+    update(9, torch.tensor(float("nan"), device=device))
     assert all(torch.equal(before[name], m) for name, m in masters.items())
     assert all(parameter.grad.any() for parameter in fused.values())
+    with pytest.raises(RuntimeError, match="contiguous"):
+        kernel.apply(fused_adamw.Update(9, 1e-2, (0.9, 0.95), 1e-8), [p.grad.float() for p in fused.values()], scale)
 
 
 def test_the_fused_kernel_updates_as_adamw_does() -> None:
@@ -123,14 +140,31 @@ def test_the_fused_kernel_updates_as_adamw_does() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_fused_kernel_is_built_for_hopper_with_accesses_of_16_bytes() -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dflash_mp.drafter.adamw_kernel import adamw
+
+    numbers = ("learning_rate", "first", "second", "step_size", "root", "eps")
+    signature = {"table": "*i64", "slot_of": "*i32", "weight_decays": "*fp32", "scale": "*fp32"}
+    signature |= dict.fromkeys(numbers, "fp32") | {"block": "constexpr", "part": "constexpr"}
+    source = ASTSource(adamw, signature, {"block": fused_adamw.BLOCK, "part": fused_adamw.PART})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    per_thread = fused_adamw.BLOCK // (4 * 32)
+    assert built.count("ld.global.v4.b32") == built.count("st.global.v4.b32") == 3 * per_thread // 4
+    assert built.count("ld.global.v2.b32") == built.count("st.global.v2.b32") // 2 == per_thread // 4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bad", [None, float("nan")])
 def test_on_cuda_a_bf16_model_takes_the_fused_path_to_the_same_weights(bad: float | None) -> None:
     fused, plain = parameters("cuda", torch.bfloat16), parameters("cuda", torch.bfloat16)
     mine, reference = MasterAdamW(fused.items(), options()), MasterAdamW(plain.items(), options())
-    assert mine._fused
-    reference._fused = False
+    assert mine._fused is not None
+    reference._fused = None
     for step in range(3):
         set_gradients(fused, step)
         set_gradients(plain, step)
