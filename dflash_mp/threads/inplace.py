@@ -73,8 +73,9 @@ def rewrite(
 ) -> list[str]:
     """Make the globals `local` of `module` local to a thread and apply `edits` to functions; qualified names of what was rewritten.
 
-    `local` gives each name's value in a thread that has not set it; the calling thread keeps the present objects. `edits`, by qualified
-    name, change a function's syntax tree; `provide` are new globals that they use. Raises `UnknownLayout`, with the module as it was.
+    `local` gives each name's value in a thread that has not set it, the calling one included: nothing changes what the present objects hold.
+    `edits`, by qualified name, change a function's syntax tree; `provide` are new globals that they use. Raises `UnknownLayout`, with the
+    module as it was.
     """
     edits, provide, names = edits or {}, provide or {}, set(local)
     source = _Source(module)
@@ -90,7 +91,7 @@ def rewrite(
             raise UnknownLayout(f"{module.__name__}.{key} exists: another copy of this shim is installed")
     codes = source.rewritten(list(found.values()), names, edits)
 
-    holder = _holder(module, local)
+    holder = _holder(local)
     for key, value in {_HOLDER: holder, **provide}.items():
         changes.entry(vars(module), key, value)
     for function, code in codes:
@@ -283,16 +284,13 @@ def _function(module: types.ModuleType, name: str) -> types.FunctionType:
     return function
 
 
-def _holder(module: types.ModuleType, local: Mapping[str, Callable[[], Any]]) -> threading.local:
+def _holder(local: Mapping[str, Callable[[], Any]]) -> threading.local:
     class Holder(threading.local):
         def __init__(self) -> None:
             for name, fresh in local.items():
                 setattr(self, name, fresh())
 
-    holder = Holder()
-    for name in local:
-        setattr(holder, name, vars(module)[name])
-    return holder
+    return Holder()
 
 
 def _routing(module: types.ModuleType, names: set[str], holder: threading.local) -> type[types.ModuleType]:

@@ -113,9 +113,9 @@ def test_flex_attention_is_compiled_in_one_graph_under_the_shim() -> None:
 
     x = torch.randn(1, 1, 128, 16)
     with isolated():
-        assert torch.allclose(
-            torch.compile(attention, backend="aot_eager", dynamic=False, fullgraph=True)(x), attention(x), atol=1e-5
-        )
+        compiled = torch.compile(attention, backend="aot_eager", dynamic=False, fullgraph=True)
+        assert torch.allclose(compiled(x), attention(x), atol=1e-5)
+    assert torch.fx.traceback.current_meta == {}
 
 
 def _asks_while_traced(x: torch.Tensor) -> torch.Tensor:
@@ -197,9 +197,10 @@ def test_a_failing_self_test_removes_the_shim(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_self_test_notices_a_shim_without_one_of_its_parts() -> None:
-    """Each part is needed: leaving it out fails the self-test."""
+    """Each part is needed where another thread can meet its state: leaving it out fails the self-test."""
+    met = {case.state for case in races.CASES if not case.damages and case.outcome() != case.isolated}
     process_wide = [state for state in states.STATES if state.probe() == states.GLOBAL]
-    parts = dict.fromkeys(state.isolate for state in process_wide)
+    parts = dict.fromkeys(state.isolate for state in process_wide if state.name in met)
     assert len(parts) >= 3
     for part in parts:
         with pytest.raises(FxShimError, match="does not work"):
