@@ -1,24 +1,25 @@
 """`dflash-mp bench step`: the trainer's forward and backward pass against the matrix rate of the same device, in one run.
 
 The same objects as in training (`DraftModel`, `Objective`, `make_blocks`), on fresh random rows with two documents and padding.
-Correctness comes first: the gradients at a small shape are compared with a float64 twin. The work counted is that of the matrix products:
+Correctness comes first: the gradients at a small shape are compared with a float64 twin. Passes and plain products are then made by turns, some of
+each in a row (`timing.by_turns`). The work counted is that of the matrix products:
 3·2·[draft tokens × layer weights + context tokens × (k, v, fc weights)] + 2·2·draft tokens × hidden × vocabulary; attention itself
-and the recomputation of gradient checkpointing are not counted unless said so. The count is fixed by definition, so that figures can be compared: it includes slot 0 through the
+is not counted, and what gradient checkpointing computes again in a rate of its own only. The count is fixed by definition, so that figures can be compared: it includes slot 0 through the
 head and an input gradient of `fc`, which the code does not compute. In fp8 the same passes are made in bf16, too, by turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 
 from dflash_mp.bench.fp8_products import Fp8Products, measure_products
-from dflash_mp.bench.timing import copy_rate, matmul_rate, timed
+from dflash_mp.bench.timing import by_turns, copy_rate, plain_product, queued, timed
 from dflash_mp.config import TrainConfig
 from dflash_mp.drafter.anchors import make_blocks
 from dflash_mp.drafter.batch import MicroBatch
@@ -75,16 +76,38 @@ class StepCase:
 
     def operations(self) -> float:
         """Floating-point operations of the matrix products of one forward and backward pass, recomputation excluded."""
+        of_fc = 2.0 * self._context_tokens * self.taps * self.hidden_size**2
+        of_head = 4.0 * self._draft_tokens * self.hidden_size * self.vocab_size
+        return 3 * (self._layers_forward() + of_fc) + of_head
+
+    def recomputed(self, whole: bool) -> float:
+        """Floating-point operations of the matrix products that gradient checkpointing computes again: those of the layers' forward pass.
+
+        Not `whole`: without each layer's last one, as PyTorch stops once it has what the backward pass needs. A compiled layer runs to its end, and a
+        product in fp8 gives what it keeps at its end.
+        """
+        if not self.gradient_checkpointing:
+            return 0.0
+        last = 2.0 * self.layers * self._draft_tokens * self.hidden_size * self.intermediate_size
+        return self._layers_forward() - (0.0 if whole else last)
+
+    @property
+    def _draft_tokens(self) -> int:
+        return self.rows * self.anchors * self.block_size
+
+    @property
+    def _context_tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+    def _layers_forward(self) -> float:
         q, kv, h = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
-        draft, context = self.rows * self.anchors * self.block_size, self.rows * self.row_tokens
-        of_draft = self.layers * (2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size)
-        of_context = self.layers * 2 * h * kv + self.taps * h * h
-        return 6.0 * (draft * of_draft + context * of_context) + 4.0 * draft * h * self.vocab_size
+        of_draft = 2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size
+        return 2.0 * self.layers * (self._draft_tokens * of_draft + self._context_tokens * 2 * h * kv)
 
     def fp8_floor(self, products: Fp8Products, bf16_rate: float) -> float:
         """Seconds of these products in fp8: `fc` in bf16, the head's gradient with full sums, the others with fast ones."""
-        fused = 6.0 * self.rows * self.row_tokens * self.taps * self.hidden_size**2
-        full = 2.0 * self.rows * self.anchors * self.block_size * self.hidden_size * self.vocab_size
+        fused = 6.0 * self._context_tokens * self.taps * self.hidden_size**2
+        full = 2.0 * self._draft_tokens * self.hidden_size * self.vocab_size
         fast = self.operations() - fused - full
         return fast / products.fast_rate + full / products.full_rate + fused / bf16_rate
 
@@ -105,17 +128,17 @@ CASES = {
 
 @dataclass(frozen=True)
 class Bf16Twin:
-    """What the same passes take in bf16, measured by turns with those in fp8."""
+    """What the same passes take in bf16, measured by turns with those in fp8. Medians."""
 
     seconds: float
-    fp8_seconds: float  # in the same turns
+    ratio: float  # of a turn's seconds in bf16 to those in fp8
     gradient_error: float
     products: Fp8Products
     floor: float  # seconds that the products of a step in fp8 take at the rates of this run
 
     def text(self) -> str:
         return (
-            f"; {self.seconds / self.fp8_seconds:.2f} × as fast as in bf16 ({self.seconds * 1e3:.1f} ms by turns, "
+            f"; {self.ratio:.2f} × as fast as in bf16 ({self.seconds * 1e3:.1f} ms by turns, "
             f"worst gradient error {self.gradient_error:.1e}); {self.products.text()}; "
             f"a step's products alone would take {self.floor * 1e3:.1f} ms"
         )
@@ -123,30 +146,41 @@ class Bf16Twin:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Seconds are medians; rates in operations per second; memory in bytes (CUDA only, else 0)."""
+    """Medians over turns; seconds of one pass, made in a row; rates in operations per second; memory in bytes (CUDA only, else 0)."""
 
     case: StepCase
     precision: Precision
     first_seconds: float  # the first pass, compilation included
     seconds: float
-    optimizer_seconds: float
+    host_seconds: float  # to queue a pass (CUDA only, else 0)
+    optimizer_seconds: float  # from an idle device
     optimizer_floor: float  # 28 bytes per parameter at the rate of a plain copy in the same run
     rate: float
     matmul_rate: float
+    ratio: float  # of a turn's `rate` to its `matmul_rate`
+    recomputed: float  # operations of a pass that come on top with gradient checkpointing, not in `rate`
     peak_memory: int
     gradient_error: float  # worst relative error of a gradient against float64, at the small shape
     bf16: Bf16Twin | None = None  # of a step in fp8
 
     def line(self) -> str:
         peak = f", peak {self.peak_memory / 2**30:.1f} GiB" if self.peak_memory else ""
+        host = f", host {self.host_seconds * 1e3:.1f} ms" if self.host_seconds else ""
+        plain = "bf16" if self.precision == "fp8" else self.precision
         return (
-            f"{self.case.name}, {self.precision}: {self.seconds * 1e3:.1f} ms, {self.rate / 1e12:.2f} TFLOP/s = "
-            f"{self.rate / self.matmul_rate:.0%} of a plain {'bf16' if self.precision == 'fp8' else self.precision} matrix product's {self.matmul_rate / 1e12:.2f}; "
-            f"first pass {self.first_seconds:.1f} s{peak}; "
+            f"{self.case.name}, {self.precision}: {self.seconds * 1e3:.1f} ms in a row{host}, "
+            f"{self.rate / 1e12:.2f} TFLOP/s = {self.ratio:.0%} of a plain {plain} matrix product's {self.matmul_rate / 1e12:.2f} by turns"
+            f"{self._with_recomputation()}; first pass {self.first_seconds:.1f} s{peak}; "
             f"optimizer {self.optimizer_seconds * 1e3:.1f} ms = {self.optimizer_seconds / self.optimizer_floor:.2f} × its memory floor; "
             f"worst gradient error against float64 at a small shape {self.gradient_error:.1e}"
             f"{'' if self.bf16 is None else self.bf16.text()}"
         )
+
+    def _with_recomputation(self) -> str:
+        if not self.recomputed:
+            return ""
+        more = 1 + self.recomputed / self.case.operations()
+        return f", {self.rate * more / 1e12:.2f} TFLOP/s = {self.ratio * more:.0%} with what gradient checkpointing computes again"
 
 
 def bench_cases(names: Iterable[str], device: str, repeats: int, precision: Precision = "auto") -> Iterator[StepResult]:
@@ -174,17 +208,37 @@ def bench_step(case: StepCase, device: torch.device, precision: Precision, *, re
         model.compile_layers()
         torch.cuda.reset_peak_memory_stats(device)
     batches = [make_batch(case, device, dtype, seed) for seed in range(4)]
-    step = _stepper(model, objective, batches)
-    first = timed(lambda: step(0), device)
-    step(1)
-    matmul = matmul_rate(device, dtype)
-    seconds = statistics.median(timed(partial(step, n), device) for n in range(repeats))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    updating = _optimizer_seconds(model, step, device)
+    passes = _passes(model, objective, batches)
+    first = timed(passes, device)
+    passes()
+    peak = (
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    )  # before the plain product's operands
+    product, operations = plain_product(device, dtype)
+    turns = by_turns((passes, product), device, repeats)
+    seconds, of_product = _medians(turns)
+    host = statistics.median(queued(passes, device) for _ in range(5)) if device.type == "cuda" else 0.0
+    rate, matmul = case.operations() / seconds, operations / of_product
+    ratio = statistics.median(case.operations() / of_pass / (operations / alone) for of_pass, alone in turns)
+    updating = _optimizer_seconds(model, objective, batches, device)
     floor = _OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters()) / copy_rate(device)
-    twin = _bf16_twin(case, device, step, batches, repeats, matmul) if fp8 else None
-    rate = case.operations() / seconds
-    return StepResult(case, precision, first, seconds, updating, floor, rate, matmul, peak, error, twin)
+    twin = _bf16_twin(case, device, passes, batches, repeats, matmul) if fp8 else None
+    return StepResult(
+        case=case,
+        precision=precision,
+        first_seconds=first,
+        seconds=seconds,
+        host_seconds=host,
+        optimizer_seconds=updating,
+        optimizer_floor=floor,
+        rate=rate,
+        matmul_rate=matmul,
+        ratio=ratio,
+        recomputed=case.recomputed(whole=model.compiled or fp8),
+        peak_memory=peak,
+        gradient_error=error,
+        bf16=twin,
+    )
 
 
 def gradient_error(case: StepCase, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float:
@@ -249,35 +303,43 @@ def make_batch(case: StepCase, device: torch.device, dtype: torch.dtype, seed: i
     return MicroBatch(features, positions, documents, blocks.to(device), case.rows * case.row_tokens)
 
 
-def _stepper(model: DraftModel, objective: Objective, batches: list[MicroBatch]) -> Callable[[int], None]:
-    def step(number: int) -> None:
-        model.zero_grad(set_to_none=True)
-        objective.loss(model, batches[number % len(batches)]).total.backward()
+def _passes(model: DraftModel, objective: Objective, batches: list[MicroBatch]) -> Callable[[], None]:
+    """What makes one pass, over the next of `batches`."""
+    following = itertools.cycle(batches)
 
-    return step
+    def one() -> None:
+        model.zero_grad(set_to_none=True)
+        objective.loss(model, next(following)).total.backward()
+
+    return one
+
+
+def _medians(turns: list[tuple[float, ...]]) -> tuple[float, float]:
+    first, second = (statistics.median(each) for each in zip(*turns, strict=True))
+    return first, second
 
 
 def _bf16_twin(
     case: StepCase,
     device: torch.device,
-    step: Callable[[int], None],
+    in_fp8: Callable[[], None],
     batches: list[MicroBatch],
     repeats: int,
     bf16_rate: float,
 ) -> Bf16Twin:
-    """The passes `step` in fp8 and the same in bf16, by turns."""
+    """The passes `in_fp8` and the same in bf16, by turns."""
     model, objective = build(case, device, torch.bfloat16)
     if device.type == "cuda":
         model.compile_layers()
-    twin = _stepper(model, objective, batches)
-    for number in range(2):
-        step(number)
-        twin(number)
-    seconds = [(timed(partial(twin, n), device), timed(partial(step, n), device)) for n in range(repeats)]
-    bf16, fp8 = (statistics.median(each) for each in zip(*seconds, strict=True))
+    in_bf16 = _passes(model, objective, batches)
+    for _ in range(2):
+        in_fp8()
+        in_bf16()
+    turns = by_turns((in_bf16, in_fp8), device, repeats)
+    ratio = statistics.median(bf16 / fp8 for bf16, fp8 in turns)
     error = gradient_error(CASES["tiny"], device, torch.bfloat16)
     products = measure_products(device)
-    return Bf16Twin(bf16, fp8, error, products, case.fp8_floor(products, bf16_rate))
+    return Bf16Twin(_medians(turns)[0], ratio, error, products, case.fp8_floor(products, bf16_rate))
 
 
 def _random_row(case: StepCase, random: torch.Generator) -> RowTensors:
@@ -291,10 +353,13 @@ def _random_row(case: StepCase, random: torch.Generator) -> RowTensors:
     return RowTensors(torch.empty(0), ids, positions, documents, (documents > 0).to(torch.uint8))
 
 
-def _optimizer_seconds(model: DraftModel, step: Callable[[int], None], device: torch.device) -> float:
+def _optimizer_seconds(
+    model: DraftModel, objective: Objective, batches: list[MicroBatch], device: torch.device
+) -> float:
+    """Of an update from an idle device. Gradients stay where they are, as in training."""
     optimizer = MasterAdamW(model.named_parameters(), TrainConfig(steps=1))
     times = []
     for number in range(8):
-        step(number)
-        times.append(timed(lambda: optimizer.step(1e-4, 1.0) and None, device))
+        objective.loss(model, batches[number % len(batches)]).total.backward()
+        times.append(timed(lambda: optimizer.step(1e-4, 1.0), device))
     return statistics.median(times[2:])

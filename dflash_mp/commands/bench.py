@@ -255,7 +255,11 @@ def bench_regenerate(
 @click.option("--case", "cases", multiple=True, help="Drafter and rows; may be repeated. An unknown one lists all.")
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
 @click.option(
-    "--repeats", default=10, show_default=True, type=click.IntRange(1), help="Measured passes; the median counts."
+    "--repeats",
+    default=10,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Turns, each of some passes and then products in a row; medians count.",
 )
 @click.option(
     "--precision",
