@@ -21,9 +21,11 @@ from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_row, synthe
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DataError
 from dflash_mp.stream.feeder import FeederService, FeederStatus
-from dflash_mp.stream.feeder_peers import Job, Peers
+from dflash_mp.stream.feeder_peers import Peer, Peers
 from dflash_mp.stream.keys import FeederKeys
+from dflash_mp.stream.messages import Message, Placed, Row
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.weights import WeightsServer
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["dflash_mp.bench.synthetic", "dflash_mp.stream.feeder"])  # what takes long to import
@@ -152,12 +154,15 @@ def _answer(pipe: Connection, service: FeederService) -> None:
 
 
 def _corrupt(rows: int) -> None:
-    finish, left = Peers.finish, [rows]
+    outgoing, spoilt = Peers.next_outgoing, set[tuple[bytes, int]]()
 
-    def finish_wrongly(self: Peers, job: Job, checksum: int) -> None:
-        if left[0]:
-            left[0] -= 1
-            job.transfer.slot.buffer[-1] ^= 0xFF
-        finish(self, job, checksum)
+    def wrong(self: Peers, peer: Peer, weights: WeightsServer) -> tuple[Message, memoryview | None] | None:
+        found = outgoing(self, peer, weights)
+        if found is not None and isinstance(found[0], Row | Placed):
+            row = peer.identity, found[0].request
+            if len(spoilt) < rows and row not in spoilt:
+                spoilt.add(row)
+                peer.ready[0].slot.buffer[peer.ready[0].offset] ^= 0xFF
+        return found
 
-    Peers.finish = finish_wrongly  # type: ignore[method-assign]
+    Peers.next_outgoing = wrong  # type: ignore[method-assign]

@@ -287,6 +287,7 @@ class RowClient:
             plan=self._resumed or plan,
             lanes=(INBAND,),
             software=own_software(),
+            running_checksums=True,
         )
 
     def _await_feeder(self) -> None:

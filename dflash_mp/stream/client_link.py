@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+import xxhash
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -26,6 +27,7 @@ from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.lane_request import LaneRequest, LaneWishes
 from dflash_mp.stream.message_memory import keep_message_memory
 from dflash_mp.stream.shared_memory import Loan, MappedRing
+from dflash_mp.stream.summed_copy import copy_summed
 from dflash_mp.stream.window import Request
 
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
@@ -230,23 +232,22 @@ class Link:
             raise
         return message
 
-    def payload_into(self, place: memoryview) -> None:
-        """The frame after a `Row` or `Weights`. Raises `ProtocolError` unless it fills `place` exactly and is the last."""
-        if self._socket is None:
-            raise ProtocolError("the connection is closed")
-        nbytes = self._socket.recv_into(place, flags=zmq.DONTWAIT)
-        if nbytes != len(place) or self._socket.rcvmore:
-            self.skip_payload()
-            raise ProtocolError(f"a payload of {nbytes} bytes where {len(place)} are due")
+    def payload_into(self, place: memoryview, digest: xxhash.xxh3_64 | None = None) -> None:
+        """The frame after a `Row` or `Weights`; a `digest` takes it in. Raises `ProtocolError` unless it fills `place` exactly and is the last."""
+        copy_summed(self._payload(len(place)), place, digest)
 
     def payload_dropped(self, nbytes: int) -> None:
         """As `payload_into`, but nobody wants it."""
+        self._payload(nbytes)
+
+    def _payload(self, nbytes: int) -> memoryview:
         if self._socket is None:
             raise ProtocolError("the connection is closed")
         frame = self._socket.recv(zmq.DONTWAIT, copy=False)
         if len(frame) != nbytes or self._socket.rcvmore:
             self.skip_payload()
             raise ProtocolError(f"a payload of {len(frame)} bytes where {nbytes} are due")
+        return frame.buffer
 
     def skip_payload(self) -> None:
         """Drop what is left of the current message."""

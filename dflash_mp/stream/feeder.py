@@ -208,7 +208,7 @@ class FeederService:
         except Exception as error:
             self._fail(job, error)
             return
-        self._peers.finish(job, xxhash.xxh3_64_intdigest(view) if job.peer.checksums else 0)
+        self._peers.finish(job, xxhash.xxh3_64_intdigest(view) if job.peer.checksummed_whole else 0)
         log.debug("%s made in %.3f s", job.key, time.monotonic() - coming.started)
         self._io.wake()
 

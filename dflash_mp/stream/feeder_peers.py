@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import xxhash
+
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.feeder_snapshot import DrafterStatus, Snapshot, TimeSpent
@@ -52,6 +54,8 @@ class Transfer:
     made: bool = False
     checksum: int = 0
     offset: int = 0
+    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)  # of the first `summed` bytes
+    summed: int = 0
 
 
 @dataclass(eq=False)
@@ -79,9 +83,9 @@ class Peer:
         return len(self.waiting) + held + len(self.errors)
 
     @property
-    def checksums(self) -> bool:
-        """Whether its rows are checksummed: in a ring that nobody else has, only if it asked for that."""
-        return self.ring is None or self.ring.checksums
+    def checksummed_whole(self) -> bool:
+        """Whether its rows are checksummed before they are sent: in a ring that nobody else has, only if it asked for that."""
+        return not self.hello.running_checksums if self.ring is None else self.ring.checksums
 
     @property
     def lane(self) -> str:
@@ -265,10 +269,14 @@ class Peers:
             row = peer.ready[0]
             if peer.ring is not None:
                 return Placed(row.request.request, row.request.key, row.slot.index, row.checksum), None
+            payload = row.slot.view[row.offset : row.offset + CHUNK_BYTES]
+            if peer.hello.running_checksums and row.summed == row.offset:
+                row.digest.update(payload)
+                row.summed, row.checksum = row.offset + len(payload), row.digest.intdigest()
             header = Row(
                 row.request.request, row.request.key, row.slot.index, row.offset, self._row_bytes, row.checksum
             )
-            return header, row.slot.view[row.offset : row.offset + CHUNK_BYTES]
+            return header, payload
 
     def sent(self, peer: Peer, message: Message) -> None:
         """`message`, got from `next_outgoing`, is on its way."""

@@ -67,6 +67,7 @@ class Hello:
     plan: StreamPlan | None  # what its checkpoint was trained on, if it resumes or has met another feeder
     lanes: Annotated[tuple[Name, ...], at_most(8)]  # ways it can take payload, best first
     software: Software = field(default=(), metadata=LATER)  # with it, the answers have the fields that came later
+    running_checksums: bool = field(default=False, metadata=LATER)  # it takes checksums of what was sent so far
 
     def __post_init__(self) -> None:
         if self.rank >= self.world:
@@ -125,7 +126,8 @@ class Row:
     slot: Count
     offset: Count
     nbytes: Count
-    checksum: Checksum  # of the whole row
+    checksum: Checksum  # of the row up to the end of this frame, so the last is the whole row's; of the whole row always, unless Hello
+    # has `running_checksums`
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ class Want:
     requests: list[Request] = field(default_factory=list)  # that have not ended, oldest first
     source: Request | None = None
     loan: Loan | None = None
-    checksum: int = 0
     digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     feeder: str = ""  # asked last, or who sent it
     failures: int = 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +24,9 @@ ROW = RowLayout.of(PLAN).nbytes
 NO_WEIGHTS: WeightsServer = None  # type: ignore[assignment]  # never asked for here
 
 
-def admit(peers: Peers, number: int, ring: Ring | None = None) -> Peer:
-    hello = m.Hello(m.VERSION, f"rank {number}", "x", 0, 1, synthetic_expectations(PLAN), None, ())
+def admit(peers: Peers, number: int, ring: Ring | None = None, running: bool = False) -> Peer:
+    expects = synthetic_expectations(PLAN)
+    hello = m.Hello(m.VERSION, f"rank {number}", "x", 0, 1, expects, None, (), running_checksums=running)
     refused, _ = peers.greet(bytes([number]), hello, ring)
     assert refused is None
     found = peers.find(bytes([number]))
@@ -47,6 +51,32 @@ def send_all(peers: Peers, peer: Peer) -> list[m.Message]:
         peers.sent(peer, outgoing[0])
         sent.append(outgoing[0])
     return sent
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_checksums_are_of_what_was_sent_so_far_or_of_the_whole_row(running: bool) -> None:
+    nbytes = 2 * m.CHUNK_BYTES + 100
+    peers = Peers(SlotPool(2, nbytes, pin=False), nbytes, 8)
+    peer = admit(peers, 1, running=running)
+    assert peer.checksummed_whole is not running
+    ask(peers, peer, 1)
+    job = peers.next_job(0)
+    assert job is not None
+    job.transfer.slot.buffer.random_(generator=torch.Generator().manual_seed(1))
+    row = bytes(job.transfer.slot.view)
+    peers.finish(job, 0 if running else xxhash.xxh3_64_intdigest(row))
+    found, sent = [], b""
+    while (outgoing := peers.next_outgoing(peer, NO_WEIGHTS)) is not None:
+        assert peers.next_outgoing(peer, NO_WEIGHTS) == outgoing  # until it has been sent
+        header, payload = outgoing
+        assert isinstance(header, m.Row)
+        assert payload is not None
+        sent += payload
+        found.append((header.offset, header.checksum, xxhash.xxh3_64_intdigest(sent if running else row)))
+        peers.sent(peer, header)
+    assert sent == row
+    assert [offset for offset, _, _ in found] == [0, m.CHUNK_BYTES, 2 * m.CHUNK_BYTES]
+    assert all(said == right for _, said, right in found)
 
 
 def test_peers_take_turns_and_each_keeps_its_order() -> None:
