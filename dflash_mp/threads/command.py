@@ -94,7 +94,7 @@ def run_compare(
     with_plot: bool,
     console: Console,
 ) -> None:
-    """Compare `modes` (none: all) on synthetic rows, and write table, JSON and picture to `out`."""
+    """Compare `modes` (none: all) on synthetic rows, and write table and JSON to `out` after each mode, and a picture at the end."""
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
         raise ConfigError(f"there is no mode {unknown[0]!r}", f"choose from {', '.join(MODES)}")
@@ -105,24 +105,24 @@ def run_compare(
     work = synthetic_work(
         SCALES[scale], out / "run", drafters=drafters, devices=devices, seconds=seconds, vary=vary, **limits
     )
+    report.remove(out)
     results = compare(
         work,
         list(modes) or list(MODES),
         out,
-        limits=Limits(quiet=15.0 if scale == "quick" else 25.0),
+        limits=Limits(),
         say=_logger.info,
+        after=lambda results: report.write(out, work, results),
     )
-    figures, title = report.all_figures(results), report.heading(work)
+    figures, title = report.all_figures(results), report.heading(work, results)
     if not console.is_terminal:
         console.width = _LOG_COLUMNS
     console.print(report.table(figures, title))
     for note in report.notes(figures):
         console.print(note, markup=False)
-    report.write_json(out / "compare.json", work, results, figures)
-    (out / "compare.md").write_text(report.markdown(figures, title), encoding="utf-8")
     if with_plot:
-        report.plot(out / "compare.png", results, figures, title)
-    console.print(f"{out / 'compare.json'}, compare.md{', compare.png' if with_plot else ''}", markup=False)
+        report.plot(out / report.PICTURE, results, figures, title)
+    console.print(", ".join([str(out / report.JSON), report.TABLE, *[report.PICTURE] * with_plot]), markup=False)
 
 
 def devices_for(drafters: int, gpus: str | None, device: str) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 A mode's processes are started, begin together, and end by themselves after the work's seconds or steps, or when their threads hang. One
 that does not end in time is made to write its stacks and killed with its whole process group. Errors and hangs are results; only a
-mode that cannot begin is a failure, and it is told as such in its result. Nothing outlives the command.
+mode that cannot begin is a failure, and it is told as such in its result. `after` is told of every mode that has ended, so that a command that
+is stopped leaves what it has. Nothing outlives the command.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +37,7 @@ class Limits:
     """Seconds: to get ready, without any sign of life before a hang is stated, and beyond the work's own seconds before a kill."""
 
     ready: float = 180.0
-    quiet: float = 15.0
+    quiet: float = 10.0
     over: float = 120.0
     steps: float = 1800.0  # for work that is limited by steps
 
@@ -60,16 +62,21 @@ def compare(
     *,
     limits: Limits = Limits(),
     say: Callable[[str], None] = lambda text: None,
+    after: Callable[[Sequence[ModeResult]], None] = lambda results: None,
 ) -> list[ModeResult]:
-    """Run `modes` (names of guards, and PROCESSES), one after the other; everything they wrote is below `directory`."""
+    """Run `modes` (names of guards, and PROCESSES), one after the other; everything they wrote is below `directory`.
+
+    `after` gets the results so far whenever a mode has ended.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     work_file = directory / "work.json"
     work_file.write_text(work.to_json(), encoding="utf-8")
-    results = []
+    results: list[ModeResult] = []
     for mode in modes:
         say(f"{mode} …")
         results.append(run_mode(work, work_file, mode, directory / mode, limits))
         say(f"{mode}: {summary(results[-1])}")
+        after(results)
     return results
 
 
@@ -198,7 +205,9 @@ def _workers(
     threads = str(work.config.train.threads or 1)
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
     # Every mode compiles afresh; what its processes have compiled they may share, as its threads do.
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(places[0].parent.absolute() / "compiled")
+    compiled = places[0].parent.absolute() / "compiled"
+    shutil.rmtree(compiled, ignore_errors=True)
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     workers: list[Worker] = []
     try:
         for group, place in zip(groups, places, strict=True):

@@ -19,7 +19,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 Edit = Callable[[ast.FunctionDef], None]
 _HOLDER = "_dflash_mp_thread_local"
@@ -300,7 +300,8 @@ def _routing(module: types.ModuleType, names: set[str], holder: threading.local)
         return property(lambda self: getattr(holder, name), lambda self, value: setattr(holder, name, value))
 
     routes = {name: route(name) for name in names}
-    return _LikeItsBase(f"{type(module).__name__}WithThreadLocals", (type(module),), routes)
+    kind = _LikeItsBase(f"{type(module).__name__}WithThreadLocals", (type(module),), routes)
+    return cast("type[types.ModuleType]", kind)
 
 
 class _LikeItsBase(type):

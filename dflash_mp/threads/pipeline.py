@@ -24,7 +24,7 @@ from dflash_mp.threads.drafter import Drafter
 from dflash_mp.threads.guards import Guard
 from dflash_mp.threads.log import LogWriter, log_file
 from dflash_mp.threads.sources import open_rows
-from dflash_mp.threads.watch import HangWatch, stacks
+from dflash_mp.threads.watch import HangWatch, process_age, stacks
 from dflash_mp.threads.work import Work
 
 _TICK_SECONDS = 0.2
@@ -35,6 +35,8 @@ _abandoned: list[contextlib.ExitStack] = []  # kept, because the end of a genera
 class Outcome:
     """What a process with one or more drafter threads did. Memory in bytes, the most it ever had; `gpu_memory` is that in use on the devices, by anyone."""
 
+    devices: dict[str, str]  # device → its name
+    start: dict[str, float]  # what came before the common start → the process's age in seconds when it was done
     seconds: float  # from the common start (after the first passes) to the end of the last drafter, or to the hang
     forward_graphs: int
     backward_graphs: int
@@ -62,22 +64,28 @@ def run_threads(
     """
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(work.config.train.threads or 1)
+    start = {"imports": process_age()}
     backend, turns = CountingBackend(work.backend), guard.turns()
     with contextlib.ExitStack() as stack:
         stack.enter_context(guard.installed())
+        start["guard"] = process_age()
         rows = stack.enter_context(open_rows(work, list(numbers)))
         drafters = [one.build(work, number, rows, turns(), backend) for number in numbers]
         for drafter in drafters:
             stack.enter_context(drafter.rows)
             rows.sources[drafter.number].schedule(one.rows_of(work))
+        start["drafters"] = process_age()
         crew = _Crew(drafters, guard, directory)
         graphs = counters["stats"]["unique_graphs"]
         hung = crew.warm_up(HangWatch(quiet_seconds))
         if not hung:
+            start["first passes"] = process_age()
             ready()
             crew.begin(work.seconds)
             hung = crew.wait(HangWatch(quiet_seconds), progress)
         outcome = Outcome(
+            devices={work.devices[number]: _name(work.devices[number]) for number in numbers},
+            start=start,
             seconds=crew.seconds,
             forward_graphs=backend.forward,
             backward_graphs=backend.backward,
@@ -170,6 +178,10 @@ class _Crew:
         except BaseException as error:
             self._failed.append(error)
             self._warm.release()
+
+
+def _name(device: str) -> str:
+    return "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _gpu(work: Work, numbers: Sequence[int]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from dflash_mp.errors import ConfigError
 from dflash_mp.threads.compare import PROCESSES, ModeResult
 from dflash_mp.threads.work import Work
 
+JSON, TABLE, PICTURE = "compare.json", "compare.md", "compare.png"
 _MIB = 1 << 20
 
 
@@ -163,9 +164,12 @@ def markdown(figures: Sequence[Figures], title: str) -> str:
     return "\n".join([*lines, "", *(f"- {note}" for note in notes(figures))]) + "\n"
 
 
-def heading(work: Work) -> str:
-    """What was compared, and on what."""
-    names = [torch.cuda.get_device_name(d) if d.startswith("cuda") else "CPU" for d in dict.fromkeys(work.devices)]
+def heading(work: Work, results: Sequence[ModeResult]) -> str:
+    """What was compared, and on what: the devices as the processes named them, so that the comparison itself uses none."""
+    found = {
+        k: v for result in results for outcome in result.outcomes if outcome for k, v in outcome["devices"].items()
+    }
+    names = [found.get(device, "an unknown GPU") for device in dict.fromkeys(work.devices)]
     lengths = f"{work.vary:.0%} of the micro-batches of another length" if work.vary else "fixed lengths"
     until = f"{work.seconds:g} s per mode" if work.seconds else f"{work.config.train.steps} steps per drafter"
     options = work.config.train
@@ -176,14 +180,30 @@ def heading(work: Work) -> str:
     )
 
 
-def write_json(file: Path, work: Work, results: Sequence[ModeResult], figures: Sequence[Figures]) -> None:
-    """Everything: figures, tracebacks, stacks, and each drafter's steps."""
+def remove(directory: Path) -> None:
+    """Remove what an earlier comparison reported there."""
+    for name in (JSON, TABLE, PICTURE):
+        (directory / name).unlink(missing_ok=True)
+
+
+def write(directory: Path, work: Work, results: Sequence[ModeResult]) -> None:
+    """Write JSON (figures, tracebacks, stacks, each drafter's steps) and table of the modes so far; a reader finds whole files."""
+    figures, title = all_figures(results), heading(work, results)
+    for name, text in (
+        (JSON, _json(title, work, results, figures)),
+        (TABLE, markdown(figures, title)),
+    ):
+        part = directory / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(directory / name)
+
+
+def _json(title: str, work: Work, results: Sequence[ModeResult], figures: Sequence[Figures]) -> str:
     modes: list[dict[str, Any]] = []
     for result, one in zip(results, figures, strict=True):
         logs = {str(number): [asdict(step) for step in log.steps] for number, log in result.logs.items()}
         modes.append({**asdict(one), "drafters": logs, "processes": result.outcomes})
-    tree = {"what": heading(work), "work": json.loads(work.to_json()), "modes": modes}
-    file.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    return json.dumps({"what": title, "work": json.loads(work.to_json()), "modes": modes}, indent=1)
 
 
 def require_plot() -> None:

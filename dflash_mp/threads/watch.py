@@ -1,7 +1,7 @@
 """Watching threads that may hang: who made progress, who stands still, and where.
 
-A hang is a fact, not a guess: for `quiet_seconds` no drafter has done anything *and* this process with its children has used next to no
-processor time. Threads that compile or compute are never taken for hung. What is stuck is reported with its Python stack, the autograd
+A hang is a fact, not a guess: in the last `quiet_seconds` no drafter has done anything *and* this process with its children has used next to
+no processor time. Threads that compile or compute are never taken for hung. What is stuck is reported with its Python stack, the autograd
 engine's own threads included.
 """
 
@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from dflash_mp.process import children_of
-
 _IDLE_SHARE = 0.05  # of one processor
+_SAMPLE_SECONDS = 1.0
 _LINES = 40
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -27,37 +27,42 @@ class HangWatch:
 
     def __init__(self, quiet_seconds: float) -> None:
         self._quiet = quiet_seconds
-        self._since, self._used = time.monotonic(), processor_seconds()
+        self._samples = deque([(time.monotonic(), processor_seconds())])  # one from before the last `quiet_seconds`
 
     def hung(self, last_event: float) -> bool:
-        """Whether nothing has happened, and nothing was computed, for `quiet_seconds`."""
+        """Whether nothing has happened, and nothing was computed, in the last `quiet_seconds`."""
         now = time.monotonic()
-        if last_event > self._since:
-            self._restart(now)
-        if now - self._since < self._quiet:
+        if now - self._samples[-1][0] >= min(_SAMPLE_SECONDS, self._quiet):
+            self._samples.append((now, processor_seconds()))
+        while len(self._samples) > 1 and now - self._samples[1][0] >= self._quiet:
+            self._samples.popleft()
+        since, used = self._samples[0]
+        if now - max(since, last_event) < self._quiet:
             return False
-        idle = processor_seconds() - self._used < _IDLE_SHARE * (now - self._since)
-        self._restart(now)
-        return idle
-
-    def _restart(self, now: float) -> None:
-        self._since, self._used = now, processor_seconds()
+        return processor_seconds() - used < _IDLE_SHARE * (now - since)
 
 
 def processor_seconds() -> float:
-    """User and system time of this process and of its living descendants."""
-    total, parents = time.process_time(), [os.getpid()]
+    """User and system time of this process and of its descendants, those included that have ended and were waited for."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        children.setdefault(int(fields[1]), []).append((int(file.parent.name), sum(map(int, fields[11:15]))))
+    ticks, parents, own = 0, [os.getpid()], os.times()
     while parents:
-        for child in children_of(parents.pop()):
+        for child, used in children.get(parents.pop(), ()):
             parents.append(child)
-            try:
-                fields = (
-                    Path(f"/proc/{child}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                )
-            except OSError:  # it ended meanwhile
-                continue
-            total += (int(fields[11]) + int(fields[12])) / _TICKS
-    return total
+            ticks += used
+    return own.user + own.system + own.children_user + own.children_system + ticks / _TICKS
+
+
+def process_age() -> float:
+    """Seconds since this process began, its imports included."""
+    began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]) / _TICKS
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def stacks(of: Callable[[str], bool]) -> dict[str, str]:

@@ -15,11 +15,13 @@ from pathlib import Path
 import process_trees
 import pytest
 from process_trees import eventually
+from rich.console import Console
 from tiny_run import make_tiny_run
 from torch._dynamo.convert_frame import compile_lock
 
 from dflash_mp.config import load_config
 from dflash_mp.process import mark_of, marked_processes
+from dflash_mp.threads import compare as of_modes
 from dflash_mp.threads import fx_shim
 from dflash_mp.threads.command import MODES, run_compare
 from dflash_mp.threads.compare import PROCESSES, Limits, ModeResult, Worker
@@ -148,6 +150,26 @@ def result(mode: str, *losses_of_steps: float) -> ModeResult:
     return ModeResult(mode, 0.0, 1.0, {0: log}, [], {}, "")
 
 
+def test_a_comparison_that_is_stopped_leaves_the_modes_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Work
+) -> None:
+    def run_mode(work: Work, work_file: Path, mode: str, directory: Path, limits: Limits) -> ModeResult:
+        if mode == "shim":
+            raise KeyboardInterrupt
+        return result(mode, 3.0, 2.0)
+
+    monkeypatch.setattr(of_modes, "run_mode", run_mode)
+    for name in ("compare.json", "compare.md", "compare.png"):
+        (tmp_path / name).write_text("of an earlier comparison")
+    options = {"scale": "quick", "drafters": 1, "gpus": None, "seconds": None, "steps": 4, "vary": 0.0}
+    modes = ["none", "full-lock", "shim", PROCESSES]
+    with pytest.raises(KeyboardInterrupt):
+        run_compare(modes=modes, out=tmp_path, with_plot=False, console=Console(quiet=True), **options)
+    assert [mode["mode"] for mode in json.loads((tmp_path / "compare.json").read_text())["modes"]] == modes[:2]
+    assert "| full-lock | 2 |" in (tmp_path / "compare.md").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["compare.json", "compare.md", "work.json"]
+
+
 def test_losses_are_compared_bit_by_bit_over_the_steps_in_common() -> None:
     reference = result(PROCESSES, 3.0, 2.0, 1.0)
     assert compare_losses(result("shim", 3.0, 2.0), reference) == "same bits in 2 steps"
@@ -178,8 +200,6 @@ def test_a_process_that_ignores_everything_is_dumped_and_killed_with_its_childre
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from rich.console import Console
-
     out = tmp_path_factory.mktemp("compare")
     run_compare(
         scale="quick",
@@ -214,6 +234,14 @@ def test_a_comparison_leaves_table_json_and_picture(compared: Path) -> None:
     table = (compared / "compare.md").read_text()
     assert "| shim | 8 |" in table
     assert "PyTorch" in table
+    assert "on CPU (cpu, cpu)" in table
+
+
+def test_a_comparison_tells_how_long_its_processes_took_to_start(compared: Path) -> None:
+    for mode in json.loads((compared / "compare.json").read_text())["modes"]:
+        for process in mode["processes"]:
+            assert list(process["start"]) == ["imports", "guard", "drafters", "first passes"]
+            assert 0.0 < process["start"]["imports"] <= process["start"]["first passes"]
 
 
 def test_a_killed_comparison_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
