@@ -1,6 +1,6 @@
 """`dflash-mp compare`: the same drafters, rows and seeds under every guard and as processes, each in processes of their own.
 
-A mode's processes are started, begin together, and end by themselves after the work's seconds or steps, or when their threads hang. One
+A mode's processes import what they need while the mode before it prepares, begin together, and end by themselves after the work's seconds or steps, or when their threads hang. One
 that does not end in time is made to write its stacks and killed with its whole process group. Errors and hangs are results; only a
 mode that cannot begin is a failure, and it is told as such in its result. `after` is told of every mode that has ended, so that a command that
 is stopped leaves what it has. Nothing outlives the command.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from dflash_mp.threads.log import DrafterLog, log_file, read_log
 from dflash_mp.threads.work import Work
 
 PROCESSES = "processes"
+IMPORTED, READY = b"imported\n", b"ready\n"  # what a worker says, and waits then for a line
 _DUMP_SECONDS = 3.0
 _TAIL_CHARACTERS = 1500
 
@@ -71,41 +72,98 @@ def compare(
     directory.mkdir(parents=True, exist_ok=True)
     work_file = directory / "work.json"
     work_file.write_text(work.to_json(), encoding="utf-8")
+    fleets = [_Fleet(work, work_file, mode, directory / mode, limits) for mode in dict.fromkeys(modes)]
     results: list[ModeResult] = []
-    for mode in modes:
-        say(f"{mode} …")
-        results.append(run_mode(work, work_file, mode, directory / mode, limits))
-        say(f"{mode}: {summary(results[-1])}")
-        after(results)
+    with _nothing_left():
+        for fleet, following in zip(fleets, [*fleets[1:], None], strict=True):
+            say(f"{fleet.mode} …")
+            results.append(_run_mode(fleet, following))
+            say(f"{fleet.mode}: {summary(results[-1])}")
+            after(results)
     return results
 
 
-def run_mode(work: Work, work_file: Path, mode: str, directory: Path, limits: Limits) -> ModeResult:
-    """Run one mode to its end, or to a kill."""
-    numbers = list(range(work.drafters))
-    groups = [[number] for number in numbers] if mode == PROCESSES else [numbers]
-    guard = "none" if mode == PROCESSES else mode
-    places = [directory / f"process-{index}" for index in range(len(groups))]
-    started, failure = time.monotonic(), ""
-    with _workers(work, work_file, guard, groups, places, limits.quiet) as workers:
-        try:
-            for worker in workers:
-                worker.await_ready(started + limits.ready)
-            begun = time.monotonic()
-            for worker in workers:
-                worker.go()
-            allowed = (limits.steps if work.seconds is None else work.seconds) + limits.over
-            for worker in workers:
-                worker.await_end(begun + allowed)
-        except DflashError as error:
-            begun, failure = time.monotonic(), str(error)
+@dataclass
+class _Fleet:
+    """The processes of a mode. They import what they need as soon as they are started, and wait then."""
+
+    work: Work
+    work_file: Path
+    mode: str
+    directory: Path
+    limits: Limits
+    workers: list[Worker] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Drafter numbers by process."""
+        numbers = list(range(self.work.drafters))
+        return [[number] for number in numbers] if self.mode == PROCESSES else [numbers]
+
+    def start(self) -> None:
+        """Start those that are not."""
+        threads = str(self.work.config.train.threads or 1)
+        environment = {
+            **os.environ,
+            MARK: mark_of(os.getpid()),
+            "OMP_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        # Every mode compiles afresh; what its processes have compiled they may share, as its threads do.
+        compiled = self.directory.absolute() / "compiled"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
+        if not self.workers:
+            shutil.rmtree(compiled, ignore_errors=True)
+        guard = "none" if self.mode == PROCESSES else self.mode
+        for index, group in enumerate(self.groups[len(self.workers) :], len(self.workers)):
+            place = self.directory / f"process-{index}"
+            command = [sys.executable, "-m", "dflash_mp.threads.worker", str(self.work_file), str(place)]
+            command += ["--guard", guard, "--quiet-seconds", str(self.limits.quiet)]
+            self.workers.append(Worker([*command, *(f"--drafter={n}" for n in group)], place, environment))
+
+    def end(self, but: Sequence[Worker]) -> None:
+        """Kill them and what descends from them: all that this process has started, `but` the process groups of those."""
+        for worker in self.workers:
+            worker.kill()
+        spared = {worker.pid for worker in but}
+        for pid in marked_processes(mark_of(os.getpid())):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) not in spared:
+                    send_signal(pid, signal.SIGKILL)
+
+
+def _run_mode(fleet: _Fleet, following: _Fleet | None) -> ModeResult:
+    """Run one mode to its end, or to a kill. Before it begins, the processes of the `following` one have imported what they need."""
+    started, failure, work, limits = time.monotonic(), "", fleet.work, fleet.limits
+    try:
+        fleet.start()
+        for worker in fleet.workers:
+            worker.await_line(IMPORTED, started + limits.ready)
+            worker.go()
+        if following is not None:
+            following.start()
+        for worker in fleet.workers:
+            worker.await_line(READY, started + limits.ready)
+        for worker in following.workers if following is not None else ():
+            worker.await_import(started + limits.ready)
+        begun = time.monotonic()
+        for worker in fleet.workers:
+            worker.go()
+        allowed = (limits.steps if work.seconds is None else work.seconds) + limits.over
+        for worker in fleet.workers:
+            worker.await_end(begun + allowed)
+    except DflashError as error:
+        begun, failure = time.monotonic(), str(error)
+    finally:
+        fleet.end(following.workers if following is not None else [])
+    workers, places = fleet.workers, [worker.directory for worker in fleet.workers]
     outcomes = [_outcome(place) for place in places]
     for worker, outcome in zip(workers, outcomes, strict=True):
         if outcome is None and not failure:
             failure = worker.last_words()
-    logs = {n: read_log(log_file(place, n)) for group, place in zip(groups, places, strict=True) for n in group}
+    logs = {n: read_log(log_file(place, n)) for group, place in zip(fleet.groups, places, strict=True) for n in group}
     return ModeResult(
-        mode=mode,
+        mode=fleet.mode,
         start_seconds=begun - started,
         seconds=_seconds(outcomes, logs),
         logs=logs,
@@ -128,9 +186,9 @@ class Worker:
 
     def __init__(self, command: Sequence[str], directory: Path, environment: dict[str, str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        for old in ("outcome.json", "stacks.txt"):
-            (directory / old).unlink(missing_ok=True)
-        self.directory, self.killed = directory, False
+        for old in (directory / "outcome.json", directory / "stacks.txt", *directory.glob("drafter-*.jsonl")):
+            old.unlink(missing_ok=True)
+        self.directory, self.killed, self._said, self._failure = directory, False, set[bytes](), ""
         with (directory / "output.txt").open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -141,31 +199,46 @@ class Worker:
                 env=environment,
             )
 
-    def await_ready(self, deadline: float) -> None:
-        """Wait for its "ready", or for an outcome without it. Raises `DflashError` when neither comes in time."""
+    def await_line(self, line: bytes, deadline: float) -> None:
+        """Wait for what it says when it has got so far, or for an outcome without it. Raises `DflashError`, from then on, when neither
+        comes in time."""
+        if self._failure:
+            raise DflashError(self._failure)
         stdout = self._process.stdout
         if stdout is None:
             raise RuntimeError("the worker has no standard output")
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                line = stdout.readline()
-                if line == b"ready\n":
-                    return
-                if not line:
+            while line not in self._said and selector.select(max(0.0, deadline - time.monotonic())):
+                said = stdout.readline()
+                self._said.add(said)
+                if not said:
                     self._process.wait(_DUMP_SECONDS)
                     if (self.directory / "outcome.json").exists():
                         return  # it hung in its first pass, and has said so
-                    raise DflashError(f"a process could not begin:\n{self.last_words()}")
-        self.kill()
-        raise DflashError("a process did not get ready in time")
+                    self._failure = f"a process could not begin:\n{self.last_words()}"
+                    raise DflashError(self._failure)
+        if line not in self._said:
+            self.kill()
+            self._failure = "a process did not get ready in time"
+            raise DflashError(self._failure)
+
+    def await_import(self, deadline: float) -> None:
+        """Wait until it has imported what it needs; when it can't, that is told when its turn comes."""
+        with contextlib.suppress(DflashError):
+            self.await_line(IMPORTED, deadline)
 
     def go(self) -> None:
-        """Let it begin."""
+        """Let it go on with what comes next."""
         with contextlib.suppress(BrokenPipeError):  # it died; its end is found next
             if self._process.stdin is not None:
                 self._process.stdin.write(b"go\n")
                 self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self._process.pid
 
     def await_end(self, deadline: float) -> None:
         """Wait for its end; after the deadline have it write its stacks, and kill it."""
@@ -197,28 +270,12 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _workers(
-    work: Work, work_file: Path, guard: str, groups: list[list[int]], places: list[Path], quiet: float
-) -> Iterator[list[Worker]]:
-    """Start the processes of a mode; none is left at the end, nor any child of theirs."""
-    mark = mark_of(os.getpid())
-    threads = str(work.config.train.threads or 1)
-    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    # Every mode compiles afresh; what its processes have compiled they may share, as its threads do.
-    compiled = places[0].parent.absolute() / "compiled"
-    shutil.rmtree(compiled, ignore_errors=True)
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    workers: list[Worker] = []
+def _nothing_left() -> Iterator[None]:
+    """At the end, none of the processes is left, nor any child of theirs."""
     try:
-        for group, place in zip(groups, places, strict=True):
-            command = [sys.executable, "-m", "dflash_mp.threads.worker", str(work_file), str(place), "--guard", guard]
-            command += ["--quiet-seconds", str(quiet), *(word for n in group for word in ("--drafter", str(n)))]
-            workers.append(Worker(command, place, environment))
-        yield workers
+        yield
     finally:
-        for worker in workers:
-            worker.kill()
-        for pid in marked_processes(mark):
+        for pid in marked_processes(mark_of(os.getpid())):
             send_signal(pid, signal.SIGKILL)
 
 

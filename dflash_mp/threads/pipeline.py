@@ -24,7 +24,7 @@ from dflash_mp.threads.drafter import Drafter
 from dflash_mp.threads.guards import Guard
 from dflash_mp.threads.log import LogWriter, log_file
 from dflash_mp.threads.sources import open_rows
-from dflash_mp.threads.watch import HangWatch, process_age, stacks
+from dflash_mp.threads.watch import HangWatch, stacks
 from dflash_mp.threads.work import Work
 
 _TICK_SECONDS = 0.2
@@ -36,7 +36,7 @@ class Outcome:
     """What a process with one or more drafter threads did. Memory in bytes, the most it ever had; `gpu_memory` is that in use on the devices, by anyone."""
 
     devices: dict[str, str]  # device → its name
-    start: dict[str, float]  # what came before the common start → the process's age in seconds when it was done
+    start: dict[str, float]  # what came before the common start → its seconds
     seconds: float  # from the common start (after the first passes) to the end of the last drafter, or to the hang
     forward_graphs: int
     backward_graphs: int
@@ -64,22 +64,22 @@ def run_threads(
     """
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(work.config.train.threads or 1)
-    start = {"imports": process_age()}
+    start, clock = {}, _Laps()
     backend, turns = CountingBackend(work.backend), guard.turns()
     with contextlib.ExitStack() as stack:
         stack.enter_context(guard.installed())
-        start["guard"] = process_age()
+        start["guard"] = clock.lap()
         rows = stack.enter_context(open_rows(work, list(numbers)))
         drafters = [one.build(work, number, rows, turns(), backend) for number in numbers]
         for drafter in drafters:
             stack.enter_context(drafter.rows)
             rows.sources[drafter.number].schedule(one.rows_of(work))
-        start["drafters"] = process_age()
+        start["drafters"] = clock.lap()
         crew = _Crew(drafters, guard, directory)
         graphs = counters["stats"]["unique_graphs"]
         hung = crew.warm_up(HangWatch(quiet_seconds))
         if not hung:
-            start["first passes"] = process_age()
+            start["first passes"] = clock.lap()
             ready()
             crew.begin(work.seconds)
             hung = crew.wait(HangWatch(quiet_seconds), progress)
@@ -98,6 +98,17 @@ def run_threads(
         if hung:  # nothing of it can be closed any more: a stuck thread may hold the very lock that closing needs
             _abandoned.append(stack.pop_all())
     return outcome
+
+
+class _Laps:
+    """Seconds since the lap before."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def lap(self) -> float:
+        before, self._since = self._since, time.monotonic()
+        return self._since - before
 
 
 class _Crew:

@@ -59,12 +59,6 @@ def processor_seconds() -> float:
     return own.user + own.system + own.children_user + own.children_system + ticks / _TICKS
 
 
-def process_age() -> float:
-    """Seconds since this process began, its imports included."""
-    began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]) / _TICKS
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-
-
 def stacks(of: Callable[[str], bool]) -> dict[str, str]:
     """Name → Python stack, of the threads whose name `of` accepts. Threads that Python did not start are "autograd engine N"."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}

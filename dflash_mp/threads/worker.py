@@ -1,6 +1,7 @@
 """`python -m dflash_mp.threads.worker`: one process of a comparison, with one or more drafters as threads.
 
-It prepares, writes "ready" to its standard output, and begins when a line comes on its standard input. Its outcome goes to `outcome.json` in its
+It writes "imported" to its standard output and waits for a line on its standard input; then it prepares, writes "ready", and begins when the
+next line comes. Its outcome goes to `outcome.json` in its
 directory, beside the drafters' logs. SIGUSR1, and a crash, write the stacks of all threads to `stacks.txt`, whatever they do. Exit
 code 0 whatever the drafters met, hangs included; another one when they could not begin.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 import click
 
 from dflash_mp.errors import DflashError
-from dflash_mp.process import die_with_parent
+from dflash_mp.process import die_with_parent, seconds_since_start
 from dflash_mp.threads.guards import guard_named
 from dflash_mp.threads.pipeline import run_threads
 from dflash_mp.threads.work import Work
@@ -38,14 +39,23 @@ def main(work_file: Path, directory: Path, guard: str, numbers: tuple[int, ...],
         faulthandler.enable(dump, all_threads=True)
         faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
         try:
+            imported = seconds_since_start()
+            _say_and_wait("imported")
             work = Work.from_json(work_file.read_text(encoding="utf-8"))
             outcome = run_threads(
-                work, guard_named(guard), numbers, directory, ready=_ready, quiet_seconds=quiet_seconds
+                work,
+                guard_named(guard),
+                numbers,
+                directory,
+                ready=lambda: _say_and_wait("ready"),
+                quiet_seconds=quiet_seconds,
             )
         except DflashError as error:
             click.echo(str(error), err=True)
             os._exit(error.exit_code)
-        text = json.dumps(asdict(outcome), indent=1)
+        tree = asdict(outcome)
+        tree["start"] = {"imports": imported, **outcome.start}
+        text = json.dumps(tree, indent=1)
         (directory / "outcome.json.part").write_text(text, encoding="utf-8")
         (directory / "outcome.json.part").rename(directory / "outcome.json")
         sys.stdout.flush()
@@ -53,8 +63,8 @@ def main(work_file: Path, directory: Path, guard: str, numbers: tuple[int, ...],
         os._exit(0)  # threads may hang
 
 
-def _ready() -> None:
-    print("ready", flush=True)
+def _say_and_wait(text: str) -> None:
+    print(text, flush=True)
     sys.stdin.readline()
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import process_trees
@@ -20,11 +21,12 @@ from tiny_run import make_tiny_run
 from torch._dynamo.convert_frame import compile_lock
 
 from dflash_mp.config import load_config
+from dflash_mp.errors import DflashError
 from dflash_mp.process import mark_of, marked_processes
 from dflash_mp.threads import compare as of_modes
 from dflash_mp.threads import fx_shim
 from dflash_mp.threads.command import MODES, run_compare
-from dflash_mp.threads.compare import PROCESSES, Limits, ModeResult, Worker
+from dflash_mp.threads.compare import PROCESSES, READY, Limits, ModeResult, Worker
 from dflash_mp.threads.guards import GUARDS, Guard
 from dflash_mp.threads.log import DrafterLog, LogWriter, Step, log_file, read_log
 from dflash_mp.threads.pipeline import run_threads
@@ -151,14 +153,14 @@ def result(mode: str, *losses_of_steps: float) -> ModeResult:
 
 
 def test_a_comparison_that_is_stopped_leaves_the_modes_that_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Work
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_mode(work: Work, work_file: Path, mode: str, directory: Path, limits: Limits) -> ModeResult:
-        if mode == "shim":
+    def run_mode(fleet: of_modes._Fleet, following: object) -> ModeResult:
+        if fleet.mode == "shim":
             raise KeyboardInterrupt
-        return result(mode, 3.0, 2.0)
+        return result(fleet.mode, 3.0, 2.0)
 
-    monkeypatch.setattr(of_modes, "run_mode", run_mode)
+    monkeypatch.setattr(of_modes, "_run_mode", run_mode)
     for name in ("compare.json", "compare.md", "compare.png"):
         (tmp_path / name).write_text("of an earlier comparison")
     options = {"scale": "quick", "drafters": 1, "gpus": None, "seconds": None, "steps": 4, "vary": 0.0}
@@ -188,7 +190,7 @@ def test_a_process_that_ignores_everything_is_dumped_and_killed_with_its_childre
     )
     worker = Worker([sys.executable, "-c", program], tmp_path, dict(os.environ))
     # The worker removes stale files first; what the program wrote is its own.
-    worker.await_ready(time.monotonic() + 60)
+    worker.await_line(READY, time.monotonic() + 60)
     child = int((tmp_path / "child").read_text())
     worker.await_end(time.monotonic() + 0.2)
     assert worker.killed
@@ -196,6 +198,34 @@ def test_a_process_that_ignores_everything_is_dumped_and_killed_with_its_childre
     eventually(
         lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text(), "no child"
     )
+
+
+def test_a_process_that_cannot_begin_says_so_whenever_it_is_asked(tmp_path: Path) -> None:
+    worker = Worker([sys.executable, "-c", "raise SystemExit('planted end')"], tmp_path, dict(os.environ))
+    worker.await_import(time.monotonic() + 60)
+    for _ in range(2):
+        with pytest.raises(DflashError, match="planted end"):
+            worker.await_line(READY, time.monotonic() + 60)
+    silent = Worker([sys.executable, "-c", "input()"], tmp_path, dict(os.environ))
+    silent.await_import(time.monotonic() + 0.2)
+    with pytest.raises(DflashError, match="did not get ready in time"):
+        silent.await_line(READY, time.monotonic() + 60)
+
+
+def test_the_next_modes_processes_are_there_before_a_mode_begins(tmp_path: Path) -> None:
+    work = synthetic_work(SCALES["quick"], tmp_path / "run", drafters=1, devices=("cpu",), steps=2, vary=0.0)
+    work = dataclasses.replace(work, backend="eager")
+    ended: list[list[int]] = []
+
+    def look(results: Sequence[ModeResult]) -> None:
+        ended.append(marked_processes(mark_of(os.getpid())))
+
+    none, processes = of_modes.compare(work, ["none", PROCESSES], tmp_path, after=look)
+    assert [len(log.steps) for found in (none, processes) for log in found.logs.values()] == [2, 2]
+    assert not none.failure
+    assert not processes.failure
+    assert [len(left) for left in ended] == [1, 0]
+    assert processes.start_seconds < none.start_seconds
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +271,7 @@ def test_a_comparison_tells_how_long_its_processes_took_to_start(compared: Path)
     for mode in json.loads((compared / "compare.json").read_text())["modes"]:
         for process in mode["processes"]:
             assert list(process["start"]) == ["imports", "guard", "drafters", "first passes"]
-            assert 0.0 < process["start"]["imports"] <= process["start"]["first passes"]
+            assert all(seconds > 0.0 for seconds in process["start"].values())
 
 
 def test_a_killed_comparison_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
