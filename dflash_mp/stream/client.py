@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 
 import torch
@@ -69,9 +70,13 @@ class ReceivedRow:
         self.feeder = want.feeder
         self.buffer: torch.Tensor = want.buffer  # the whole row: uint8 [layout.nbytes]
         self.layout = layout
-        self.tensors: RowTensors = layout.views(want.buffer)
         self._want: Want | None = want
         self._client = client
+
+    @cached_property
+    def tensors(self) -> RowTensors:
+        """Typed views of `buffer`."""
+        return self.layout.views(self.buffer)
 
     def release(self) -> None:
         """Give the memory back, once; later calls do nothing."""

@@ -85,9 +85,8 @@ class ClientIo:
         self._wakeup.set()
 
     def give_back(self, loan: Loan) -> None:
-        """The trainer needs this row of a feeder's ring no longer."""
+        """The trainer needs this row of a feeder's ring no longer. To be followed by `wake`."""
         self._ring_rows.give_back(loan)
-        self._wakeup.set()
 
     def settled(self) -> None:
         """The caller has its plan: from now on a refused feeder is one feeder less, not an error."""

@@ -33,6 +33,8 @@ from dflash_mp.stream.window import Request
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
 _RETRY_SECONDS = 5.0  # after a refusal
 _BYE_LINGER_MS = 500
+_FEW = 3  # rows: one waiting, one in the making, one on its way
+_AHEAD_SECONDS = 0.008  # a few times what a message takes there and back
 _STUCK_SECONDS = 1.0  # in one row, at least, before a feeder may be called stuck
 
 
@@ -166,11 +168,13 @@ class Link:
 
     @property
     def most(self) -> int:
-        """Rows that may be asked for at once."""
+        """Rows that may be asked for at once: a few, or as many as the feeder makes in a round trip of messages if those are more."""
         if self.welcome is None:
             return 0
         slots = self.welcome.outstanding if self.ring is None else len(self.ring.rows) - len(self._lent)
-        return min(self.welcome.outstanding, slots)
+        seconds = self.row_time.seconds
+        ahead = _FEW if seconds is None else max(_FEW, int(_AHEAD_SECONDS / max(seconds, 1e-6)))
+        return min(self.welcome.outstanding, slots, ahead)
 
     @property
     def checksums(self) -> bool:
@@ -257,7 +261,7 @@ class Link:
     def disconnected(self) -> bool:
         """Whether the transport broke, or could not be made, since the last call."""
         broke = False
-        while self._monitor is not None and self._monitor.poll(0):
+        while self._monitor is not None and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart())
             broke = True
             self.hung_up += event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from dflash_mp.errors import StreamError
 
-Read = Callable[[object, str], Any]
+Path = str | tuple[Any, str | int]  # a name, or whose field or item it is and which: put into words only for an error
+Read = Callable[[object, Path], Any]
 LATER = {"later": True}  # metadata of a dataclass field
 FOR_PEOPLE = "for people"  # in an `Annotated[str, …]`: it is read as `escaped` text, fit for a log or a terminal
 _LONGEST_REPR = 80
@@ -68,14 +69,25 @@ def shown(value: object) -> str:
 
 def plain(value: object) -> Any:
     """The reverse of reading: dataclasses to maps, tuples to lists, all else as it is."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {
-            field.name: plain(inner) for field, inner in values if not (_is_later(field) and inner == field.default)
-        }
+    kind = type(value)
+    if kind in (int, str, float, bool):
+        return value
     if isinstance(value, tuple):
         return [plain(item) for item in value]
+    if dataclasses.is_dataclass(kind):
+        tree = {}
+        for name, may_lack, default in _fields(kind):
+            inner = getattr(value, name)
+            if not (may_lack and inner == default):
+                tree[name] = plain(inner)
+        return tree
     return value
+
+
+@cache
+def _fields(kind: type) -> list[tuple[str, bool, object]]:
+    """Name, whether it may be left out, and default of each field of a dataclass."""
+    return [(field.name, _is_later(field), field.default) for field in dataclasses.fields(kind)]
 
 
 @cache
@@ -105,19 +117,34 @@ def reader(hint: Any) -> Read:
 def _annotated(inner: Read, notes: tuple[object, ...]) -> Read:
     rules = [note for note in notes if isinstance(note, Rule)]
     for_people = FOR_PEOPLE in notes
+    if len(rules) == 1 and not for_people:
+        return _ruled(inner, rules[0])
 
-    def read(value: object, path: str) -> Any:
+    def read(value: object, path: Path) -> Any:
         result = inner(value, path)
         for rule in rules:
             if not rule.holds(result):
-                raise ProtocolError(f"{path} must be {rule.says}, not {shown(value)}")
+                raise ProtocolError(f"{_words(path)} must be {rule.says}, not {shown(value)}")
         return escaped(result) if for_people else result
 
     return read
 
 
+def _ruled(inner: Read, rule: Rule) -> Read:
+    """What `_annotated` does for one rule, which is what most fields have."""
+    says, holds = rule
+
+    def read(value: object, path: Path) -> Any:
+        result = inner(value, path)
+        if not holds(result):
+            raise ProtocolError(f"{_words(path)} must be {says}, not {shown(value)}")
+        return result
+
+    return read
+
+
 def _exactly(kind: type) -> Read:
-    def read(value: object, path: str) -> Any:
+    def read(value: object, path: Path) -> Any:
         if type(value) is not kind:
             raise _wrong_type(kind.__name__, value, path)
         return value
@@ -125,29 +152,29 @@ def _exactly(kind: type) -> Read:
     return read
 
 
-def _float(value: object, path: str) -> float:
+def _float(value: object, path: Path) -> float:
     if type(value) not in (float, int):
         raise _wrong_type("float", value, path)
     number = float(typing.cast(float, value))
     if not math.isfinite(number):
-        raise ProtocolError(f"{path} must be finite, not {number}")
+        raise ProtocolError(f"{_words(path)} must be finite, not {number}")
     return number
 
 
 def _literal(choices: tuple[object, ...]) -> Read:
-    def read(value: object, path: str) -> Any:
+    def read(value: object, path: Path) -> Any:
         if type(value) is not str or value not in choices:
-            raise ProtocolError(f"{path} must be one of {', '.join(map(str, choices))}, not {shown(value)}")
+            raise ProtocolError(f"{_words(path)} must be one of {', '.join(map(str, choices))}, not {shown(value)}")
         return value
 
     return read
 
 
 def _tuple(item: Read) -> Read:
-    def read(value: object, path: str) -> Any:
+    def read(value: object, path: Path) -> Any:
         if not isinstance(value, tuple):
             raise _wrong_type("array", value, path)
-        return tuple(item(entry, f"{path}[{index}]") for index, entry in enumerate(value))
+        return tuple([item(entry, (path, index)) for index, entry in enumerate(value)])
 
     return read
 
@@ -156,10 +183,10 @@ def _named_tuple(kind: Any) -> Read:
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = [(name, reader(hints[name])) for name in kind._fields]
 
-    def read(value: object, path: str) -> Any:
+    def read(value: object, path: Path) -> Any:
         if not isinstance(value, tuple) or len(value) != len(fields):
             raise _wrong_type(f"array of {len(fields)}", value, path)
-        return kind(*(item(entry, f"{path}.{name}") for (name, item), entry in zip(fields, value, strict=True)))
+        return kind(*[item(entry, (path, name)) for (name, item), entry in zip(fields, value, strict=True)])
 
     return read
 
@@ -167,27 +194,36 @@ def _named_tuple(kind: Any) -> Read:
 def _dataclass(kind: type) -> Read:
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
-    required = [field.name for field in dataclasses.fields(kind) if not _is_later(field)]
+    required = {field.name: None for field in dataclasses.fields(kind) if not _is_later(field)}
 
-    def read(value: object, path: str) -> Any:
+    def read(value: object, path: Path) -> Any:
         if not isinstance(value, dict):
             raise _wrong_type("map", value, path)
-        if unknown := [key for key in value if key not in fields]:
-            raise ProtocolError(f"{path} has an unknown key {shown(unknown[0])}")
-        if missing := [key for key in required if key not in value]:
-            raise ProtocolError(f"{path} lacks the key {missing[0]!r}")
-        typed = {key: item(value[key], f"{path}.{key}") for key, item in fields.items() if key in value}
+        if not value.keys() <= fields.keys():
+            unknown = next(key for key in value if key not in fields)
+            raise ProtocolError(f"{_words(path)} has an unknown key {shown(unknown)}")
+        if not required.keys() <= value.keys():
+            missing = next(key for key in required if key not in value)
+            raise ProtocolError(f"{_words(path)} lacks the key {missing!r}")
+        typed = {key: item(value[key], (path, key)) for key, item in fields.items() if key in value}
         try:
             return kind(**typed)
         except ValueError as error:
-            raise ProtocolError(f"{path}: {error}") from None
+            raise ProtocolError(f"{_words(path)}: {error}") from None
 
     return read
+
+
+def _words(path: Path) -> str:
+    if isinstance(path, str):
+        return path
+    whole, part = path
+    return f"{_words(whole)}[{part}]" if isinstance(part, int) else f"{_words(whole)}.{part}"
 
 
 def _is_later(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("later"))
 
 
-def _wrong_type(wanted: str, value: object, path: str) -> ProtocolError:
-    return ProtocolError(f"{path} must be of type {wanted}, not {type(value).__name__} ({shown(value)})")
+def _wrong_type(wanted: str, value: object, path: Path) -> ProtocolError:
+    return ProtocolError(f"{_words(path)} must be of type {wanted}, not {type(value).__name__} ({shown(value)})")

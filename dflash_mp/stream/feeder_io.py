@@ -21,7 +21,7 @@ from dflash_mp.stream.codec import ProtocolError, printable
 from dflash_mp.stream.connections import LOOK_SECONDS, Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
-from dflash_mp.stream.feeder_peers import OUTSTANDING, Peer, Peers
+from dflash_mp.stream.feeder_peers import OUTSTANDING, RING_OUTSTANDING, Peer, Peers
 from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, refusal
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.lane_offers import LaneOffers
@@ -35,6 +35,7 @@ _READS_PER_ROUND = 128  # frames
 _BLOCKED_POLL_MS = 2  # a ROUTER can't be polled for room in one peer's pipe
 _BYE_SECONDS = 2.0
 _OFTEN = 128  # a minute
+_HOUSEKEEPING_SECONDS = 0.01  # between two looks for what time demands
 _PROBE_SECONDS = 2.0  # drafters ping once a second
 
 
@@ -162,6 +163,8 @@ class FeederIo:
 
     def _drop_silent(self, last: float) -> float:
         now = time.monotonic()
+        if 0 <= now - last < _HOUSEKEEPING_SECONDS:
+            return last
         self._lanes.expire()
         self._probe(now)
         if now - last > self._silent_seconds / 2:
@@ -250,9 +253,8 @@ class FeederIo:
                 self._send(old.identity, m.Refused("replaced", f"another process has connected as {hello.peer}"))
         self._note_often(f"{hello.peer} of {hello.world} connected, lane {_described(lane, ring)}")
         later = (own_software(), time.time()) if hello.software else ()
-        welcome = m.Welcome(
-            m.VERSION, self._token, self._plan, lane if ring else INBAND, self._row_bytes, OUTSTANDING, *later
-        )
+        most = RING_OUTSTANDING if ring else OUTSTANDING
+        welcome = m.Welcome(m.VERSION, self._token, self._plan, lane if ring else INBAND, self._row_bytes, most, *later)
         self._send(identity, welcome)
 
     def _pong(self, peer: Peer, ping: m.Ping) -> None:

@@ -1,6 +1,6 @@
 """Who a feeder serves, what each has asked for, and where its rows are: the state shared by the feeder's two threads.
 
-Everything here is bounded: a peer may have `OUTSTANDING` rows asked for and holds at most `SLOTS_PER_PEER` slots of memory, or those of
+Everything here is bounded: a peer may have a few rows asked for and holds at most `SLOTS_PER_PEER` slots of memory, or those of
 its own ring of shared memory, and no more peers are admitted than there is memory for. One that asks for more than it was told breaks the protocol, which the I/O thread
 answers by dropping it. Peers take turns, one row each; a peer's own rows keep its order. A slot is reused when its drafter released
 it or is gone: never because a send was reported done.
@@ -41,6 +41,7 @@ from dflash_mp.stream.slots import Slot, SlotPool
 from dflash_mp.stream.weights import WeightsServer
 
 OUTSTANDING = 3  # rows a drafter may ask one feeder for: one waiting, one in the making, one on the wire
+RING_OUTSTANDING = 8  # by shared memory: what is made waits in the drafter's own ring
 SLOTS_PER_PEER = 2  # of which the last two need memory
 _WEIGHT_REQUESTS = 8
 
@@ -65,9 +66,7 @@ class Peer:
     identity: bytes
     hello: Hello
     heard: float
-    ring: Ring | None = (
-        None  # of the shared-memory lane; dies with this conversation, so nobody else's rows are ever in it
-    )
+    ring: Ring | None = None  # of the shared-memory lane; dies with this conversation: nobody else's rows are in it
     waiting: deque[RowRequest] = field(default_factory=deque)
     transfers: dict[int, Transfer] = field(default_factory=dict)  # by request
     ready: deque[Transfer] = field(default_factory=deque)  # made, not wholly sent
@@ -81,6 +80,11 @@ class Peer:
         """Rows asked for and not delivered. A row in the peer's own ring is delivered when it has been told where. Read it locked."""
         held = sum(t.offset == 0 for t in self.transfers.values()) if self.ring else len(self.transfers)
         return len(self.waiting) + held + len(self.errors)
+
+    @property
+    def most(self) -> int:
+        """Rows that it may ask for at once."""
+        return OUTSTANDING if self.ring is None else RING_OUTSTANDING
 
     @property
     def checksummed_whole(self) -> bool:
@@ -175,8 +179,8 @@ class Peers:
                 asked = {r.request for r in peer.waiting} | set(peer.transfers) | {e.request for e in peer.errors}
                 if request.request in asked:
                     raise ProtocolError(f"GET uses the request number {request.request} twice")
-                if peer.outstanding >= OUTSTANDING:
-                    raise ProtocolError(f"GET asks for more than {OUTSTANDING} rows at once")
+                if peer.outstanding >= peer.most:
+                    raise ProtocolError(f"GET asks for more than {peer.most} rows at once")
                 if request.key.split == "held_out" and request.key.ordinal >= self._held_out_rows:
                     why = f"there are {self._held_out_rows} held-out rows"
                     peer.errors.append(RowError(request.request, request.key, why, retryable=False))
@@ -202,7 +206,8 @@ class Peers:
             self._give_back(peer, transfer)
             peer.rows += 1
             self.delivered += 1
-            self._changed.notify()
+            if any(each.waiting for each in self._peers.values()):
+                self._changed.notify()
 
     def remove(self, peer: Peer) -> None:
         """Forget the peer and free what it holds."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import zmq
 from stream_client import keys
 from test_stream import ipc
@@ -34,6 +37,26 @@ def test_a_feeder_that_is_lost_while_it_is_described_does_no_harm(tmp_path: Path
         assert link.stuck_for(time.monotonic()) >= 30
         answers.append(busy)
         assert "is connected and busy with train row 0 for 30 s, 2 more queued" in link.describe(time.monotonic())
+        link.close()
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lent", "most"), [(None, 0, 3), (1.0, 0, 3), (0.002, 0, 4), (0.0005, 0, 8), (0.0, 0, 8), (0.0005, 7, 5)]
+)
+def test_more_rows_are_asked_for_ahead_where_they_take_less_than_a_message(
+    seconds: float | None, lent: int, most: int, tmp_path: Path
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link: Any = Link(ipc(tmp_path), context, zmq.Poller())
+    try:
+        assert link.most == 0
+        link.welcome, link.ring = SimpleNamespace(outstanding=8), SimpleNamespace(rows=[None] * 12)
+        link.row_time.seconds, link._lent = seconds, set(range(lent))
+        assert link.most == most
+        link.welcome.outstanding = 3
+        assert link.most == 3
         link.close()
     finally:
         context.destroy(linger=0)

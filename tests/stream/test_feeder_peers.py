@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
-from dflash_mp.stream.feeder_peers import OUTSTANDING, Job, Peer, Peers, Transfer
+from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.feeder_peers import OUTSTANDING, RING_OUTSTANDING, Job, Peer, Peers, Transfer
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.slots import SlotPool
@@ -198,3 +199,12 @@ def test_memory_set_aside_for_rings_is_no_room_for_others() -> None:
     assert refused is not None
     assert refused.code == "full"
     assert peers.greet(b"9", hello, None, reserved=2) == (None, [])
+
+
+def test_a_peer_may_ask_for_more_rows_where_they_wait_in_its_own_ring() -> None:
+    for ring, most in ((None, OUTSTANDING), (Ring(ROW, 4), RING_OUTSTANDING)):
+        peers = Peers(SlotPool(6, ROW, pin=False), ROW, 8)
+        peer = admit(peers, 1, ring)
+        ask(peers, peer, *range(most))
+        with pytest.raises(ProtocolError, match=f"more than {most} rows at once"):
+            ask(peers, peer, most)
