@@ -1,9 +1,9 @@
 """`dflash-mp bench rows`: rows between a device and the memory that feeder and drafter share, against plain copies of pinned memory.
 
 A feeder process and a drafter, which is this process, on the same device or two. In turn, several times: copies between the device and
-pinned memory that PyTorch made; the same copies from and to slots of the stream, in shared memory and in-band, which shows whether they are as good;
+pinned memory that PyTorch made, one way and both ways at once; the same copies from and to slots of the stream, in shared memory and in-band, which shows whether they are as good;
 and rows through the real stream, each copied from the feeder's device into its slot and from there to the drafter's, all on side
-streams. Medians. Before anything is measured, rows that went that way are compared with what was sent. On a CPU the same is
+streams, so both ways at once when the feeder writes them. Medians. Before anything is measured, rows that went that way are compared with what was sent. On a CPU the same is
 done with plain copies, to test it.
 """
 
@@ -43,6 +43,7 @@ from dflash_mp.stream.slots import make_slots
 
 _TOKENS = 1024
 _SLOTS = 6
+_MOST_SLOTS = 16  # as many of them as the default window holds
 _IN_FLIGHT = 2
 _SEED = 11
 _AS_THEY_ARE = 1 << 40  # rows from this number on are not written: whatever is in the slot is sent
@@ -107,7 +108,7 @@ def bench_rows(
     row_mib: float = 64, rows: int = 64, repeats: int = 5, feeder: str = "cuda:0", drafter: str = "cuda:0"
 ) -> RowRates:
     """Measure rows of about `row_mib`. Raises `DflashError` if a device isn't there, a row arrives changed, or memory can't be shared."""
-    device, _ = checked_devices(drafter, feeder)
+    device, feeder_device = checked_devices(drafter, feeder)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     hidden = max(32, int(row_mib * 2**20 / _TOKENS / 4) // 32 * 32)
@@ -123,16 +124,19 @@ def bench_rows(
         drafters.check()
         ways: dict[str, tuple[str, Callable[[], float]]] = {}
         plain_in, plain_out = "pinned memory → device", "device → pinned memory"
+        plain_both = "pinned memory ⇄ device, both at once"
         pinned = [slot.buffer for slot in make_slots(0, _SLOTS, nbytes, pin=True, remedy="measure smaller rows")]
         # As many as a drafter's slots below: buffers that are used again soon lie in a cache.
-        few = pinned[: _IN_FLIGHT + 1]
+        few, other = pinned[: _IN_FLIGHT + 1], pinned[-_IN_FLIGHT - 1 :]
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=feeder_device)
         ways[plain_in] = plain_in, lambda: drafters.copies(few, rows)
         ways["a drafter's slots of shared memory → device"] = plain_in, lambda: drafters.slots(client, rows)
         ways["a drafter's slots in-band → device"] = plain_in, lambda: drafters.slots(inband, rows)
         ways["rows through the stream → device"] = plain_in, lambda: drafters.stream(rows, _AS_THEY_ARE)
         ways[plain_out] = plain_out, lambda: ask(("pinned", rows))
         ways["device → a feeder's slots of shared memory"] = plain_out, lambda: ask(("ring", rows))
-        ways["device → slot → device through the stream"] = plain_in, lambda: drafters.stream(rows, 0)
+        ways[plain_both] = plain_both, lambda: drafters.both_ways(few, other, there, rows)
+        ways["device → slot → device through the stream"] = plain_both, lambda: drafters.stream(rows, 0)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for repeat in range(-1, repeats):  # the first is a warm-up
             for name, (_, measure) in ways.items():
@@ -168,6 +172,24 @@ class _Drafter:
 
     def copies(self, buffers: Sequence[torch.Tensor], count: int) -> float:
         return timed(lambda: self._copier.all(self._there, buffers, count), self._device)
+
+    def both_ways(
+        self, of: Sequence[torch.Tensor], to: Sequence[torch.Tensor], there: torch.Tensor, count: int
+    ) -> float:
+        """Copies of `of` to this device while as many of `there`, on the feeder's, are copied to `to`."""
+        out = Copier(there.device)
+
+        def copy() -> None:
+            under_way: deque[tuple[Arrival, Arrival]] = deque()
+            for number in range(count):
+                into = self._copier.start(self._there[number % len(self._there)], of[number % len(of)])
+                under_way.append((into, out.start(to[number % len(to)], there)))
+                if len(under_way) > _IN_FLIGHT:
+                    _await(under_way.popleft())
+            for pair in under_way:
+                _await(pair)
+
+        return timed(copy, self._device)
 
     def slots(self, client: RowClient, count: int) -> float:
         """Copies out of the slots in which rows of `client` lie."""
@@ -214,6 +236,11 @@ class _Drafter:
         return [RowKey("train", start + number) for number in range(count)]
 
 
+def _await(arrivals: Sequence[Arrival]) -> None:
+    for arrival in arrivals:
+        arrival.synchronize()
+
+
 class _Ask(Protocol):
     def __call__(self, what: tuple[str, int]) -> float:
         """Seconds of so many copies to ring or pinned memory in the feeder's process."""
@@ -223,7 +250,8 @@ class _Ask(Protocol):
 def _client(
     endpoint: str, plan: StreamPlan, device: torch.device, rank: int, *, shared_memory: bool
 ) -> Iterator[RowClient]:
-    window = StreamConfig(window_mib=_SLOTS * RowLayout.of(plan).nbytes / 2**20, row_seconds=60)
+    nbytes = RowLayout.of(plan).nbytes
+    window = StreamConfig(window_mib=_window_rows(nbytes) * nbytes / 2**20, row_seconds=60)
     client = RowClient(
         [endpoint],
         synthetic_expectations(plan),
@@ -239,6 +267,11 @@ def _client(
         if (client.lanes[endpoint] == SHARED_MEMORY) != shared_memory:
             raise DflashError("the rows don't fit into shared memory here", "measure smaller rows (--row-mib)")
         yield client
+
+
+def _window_rows(nbytes: int) -> int:
+    """Rows that the drafter's window holds: those of the default window, within reason."""
+    return min(_MOST_SLOTS, max(_SLOTS, int(StreamConfig().window_mib * 2**20) // nbytes))
 
 
 @contextmanager
@@ -295,7 +328,7 @@ def _feed(pipe: Connection, endpoint: str, plan: StreamPlan, name: str) -> None:
             torch.cuda.set_device(device)  # a thread has its own
         service.serve(compute, stop, 1e9)
 
-    memory = 4 * _SLOTS * nbytes / 2**20
+    memory = (_window_rows(nbytes) + 2 * _SLOTS) * nbytes / 2**20
     with FeederService(endpoint, plan, synthetic_weights(plan), run=RUN, memory_mib=memory, pin=cuda) as service:
         serving = threading.Thread(target=serve)
         serving.start()
