@@ -251,7 +251,7 @@ class Link:
         if len(frame) != nbytes or self._socket.rcvmore:
             self.skip_payload()
             raise ProtocolError(f"a payload of {len(frame)} bytes where {nbytes} are due")
-        return frame.buffer
+        return memoryview(frame)  # type: ignore[arg-type]  # a Frame is a buffer, which its stub doesn't say
 
     def skip_payload(self) -> None:
         """Drop what is left of the current message."""
