@@ -2,7 +2,8 @@
 
 libzmq bounds a frame but not the number of frames of a message, and hands a message over when its last frame is there: a peer whose message
 never ends fills memory that nobody sees. Nor does it bound connections that say nothing. So the sockets themselves are looked at
-many times a second. A connection is cut off when it sends what never becomes a message: by TCP, more than 1 MiB since its last
+many times a second, those that are new by TCP, or have sent more than a message, hundreds of times: what libzmq takes in until
+the cut keeps it from others. A connection is cut off when it sends what never becomes a message: by TCP, more than 128 KiB since its last
 whole message; elsewhere, when bytes wait on it in a fifth look since then (how fast or in what bursts makes no difference to what it gets in,
 a few tenths of a second's worth). It is cut off when it brought no message for `silent_seconds`, the first in twice that; and, the
 oldest that never brought one first, when there are too many. Whoever is cut off unjustly, because this process could not read for
@@ -19,18 +20,24 @@ import socket
 import struct
 import termios
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from dflash_mp.stream.handshake import HELLO_PATIENCE
+from dflash_mp.stream.messages import HEADER_BYTES
 
 LOOK_SECONDS = {True: 0.02, False: 0.05}  # by TCP, or not
+_GLANCE_SECONDS = 0.002  # between two looks at the few connections that are watched closely
+_WATCHED_SECONDS = 0.1
+_WATCHED = 16  # at most: a glance must not cost much
 _LOOKS = 5  # with bytes waiting and no message since
-_UNFINISHED_BYTES = 1 << 20
+_UNFINISHED_BYTES = 2 * HEADER_BYTES
 _MOST = 4096
+_DISCARD_BYTES, _DISCARDS = 1 << 18, 64
 _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128  # struct tcp_info: its size up to, and the place of, tcpi_bytes_received
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     inode: int  # the descriptor's number may be another's by now
     tcp: bool
@@ -38,6 +45,7 @@ class _Connection:
     spoke: bool = False
     looks: int = 0  # since then, in which bytes waited
     received: int | None = None  # by TCP, up to the start, or to the first look since then
+    unfinished: int = 0  # by TCP, received since then
 
 
 class Connections:
@@ -49,7 +57,8 @@ class Connections:
         self._silent_seconds = silent_seconds
         self._most = most or min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._open: dict[int, _Connection] = {}
-        self._looked = time.monotonic()
+        self._watched: deque[tuple[int, _Connection, float]] = deque(maxlen=_WATCHED)  # and since when
+        self._looked = self._glanced = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -58,7 +67,9 @@ class Connections:
         """libzmq has a new connection."""
         with contextlib.suppress(OSError):  # gone already
             inode = os.fstat(descriptor).st_ino
-            self._open[descriptor] = _Connection(inode, self._tcp, time.monotonic(), received=0 if self._tcp else None)
+            connection = _Connection(inode, self._tcp, time.monotonic(), received=0 if self._tcp else None)
+            self._open[descriptor] = connection
+            self._watch(descriptor, connection)
 
     def heard(self, descriptor: int) -> None:
         """A whole message came from it."""
@@ -67,11 +78,16 @@ class Connections:
             connection.since, connection.spoke = time.monotonic(), True
             connection.looks, connection.received = 0, None
 
+    @property
+    def look_seconds(self) -> float:
+        """How long the next `look` can wait."""
+        return _GLANCE_SECONDS if self._watched else LOOK_SECONDS[self._tcp]
+
     def look(self) -> int:
         """Cut off whoever must be, when it is time to look again; returns how many."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS[self._tcp]:
-            return 0
+            return self._glance(now)
         stopped, self._looked = now - self._looked > self._silent_seconds / 2, now
         if stopped:  # this process was: nobody is to blame
             for connection in self._open.values():
@@ -82,8 +98,28 @@ class Connections:
             patience = self._silent_seconds * (1 if connection.spoke else HELLO_PATIENCE)
             if now - connection.since > patience or _sends_without_end(descriptor, connection):
                 self._cut_off(descriptor)
+            elif connection.unfinished > HEADER_BYTES:
+                self._watch(descriptor, connection)
         if len(self._open) > self._most:
             self._make_room()
+        return self.cut - before
+
+    def _watch(self, descriptor: int, connection: _Connection) -> None:
+        if self._tcp:
+            self._watched.append((descriptor, connection, time.monotonic()))
+
+    def _glance(self, now: float) -> int:
+        """As `look`, at those only that are watched closely."""
+        if not self._watched or now - self._glanced < _GLANCE_SECONDS:
+            return 0
+        self._glanced, before = now, self.cut
+        for descriptor, connection, since in list(self._watched):
+            known = self._open.get(descriptor) is connection
+            if known and _sends_without_end(descriptor, connection):
+                self._cut_off(descriptor)
+            elif known and now - since < _WATCHED_SECONDS:
+                continue
+            self._watched.remove((descriptor, connection, since))
         return self.cut - before
 
     def _make_room(self) -> None:
@@ -101,6 +137,15 @@ class Connections:
                 )  # nothing is sent any more
                 same.shutdown(socket.SHUT_RDWR)
                 self.cut += 1
+                _discard(same)
+
+
+def _discard(connection: socket.socket) -> None:
+    """Take what has come before libzmq does, which would make messages of it."""
+    with contextlib.suppress(OSError):
+        for _ in range(_DISCARDS):
+            if not connection.recv(_DISCARD_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
+                return
 
 
 def _sends_without_end(descriptor: int, connection: _Connection) -> bool:
@@ -110,7 +155,8 @@ def _sends_without_end(descriptor: int, connection: _Connection) -> bool:
     received = _received(descriptor)
     if connection.received is None:
         connection.received = received
-    return received - connection.received > _UNFINISHED_BYTES
+    connection.unfinished = received - connection.received
+    return connection.unfinished > _UNFINISHED_BYTES
 
 
 def _received(descriptor: int) -> int:

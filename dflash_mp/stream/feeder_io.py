@@ -18,7 +18,7 @@ import zmq
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError, printable
-from dflash_mp.stream.connections import LOOK_SECONDS, Connections
+from dflash_mp.stream.connections import Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
 from dflash_mp.stream.feeder_peers import OUTSTANDING, RING_OUTSTANDING, Peer, Peers
@@ -136,7 +136,7 @@ class FeederIo:
         poller.register(self._wakeup.fd, zmq.POLLIN)
         for gate in self._gate.sockets:
             poller.register(gate, zmq.POLLIN)
-        idle_ms = min(int(1000 * LOOK_SECONDS[ipc_path(self.endpoint) is None]), int(self._silent_seconds * 250))
+        idle_ms = int(self._silent_seconds * 250)
         timeout, last = 0, time.monotonic()
         while self._leaving is None:
             ready = dict(poller.poll(timeout))
@@ -146,7 +146,8 @@ class FeederIo:
                 self._gate.attend()
             read = self._read(_READS_PER_ROUND)
             sent, blocked = self._write()
-            timeout = 0 if read or sent else _BLOCKED_POLL_MS if blocked else idle_ms
+            patience = min(idle_ms, int(1000 * self._connections.look_seconds))
+            timeout = 0 if read or sent else _BLOCKED_POLL_MS if blocked else patience
             last = self._drop_silent(last)
             if self._connections.look():
                 self._note_some(self._connections.cut, "cut off a connection that brought no whole message")

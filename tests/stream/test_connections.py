@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -67,7 +68,7 @@ def test_a_whole_message_of_very_many_frames_is_refused_and_stops_nobody(feeder:
     with client_of([feeder.endpoint], PLAN) as client, zmtp.dealer(feeder.endpoint) as attacker:
         client.connect()
         client.schedule(iter(keys(0, 20)))
-        attacker.sendall(zmtp.frame(b"x", more=True) * 100_000 + zmtp.frame(b"x"))
+        attacker.sendall(zmtp.frame(b"x", more=True) * 30_000 + zmtp.frame(b"x"))
         assert len(list(take_all(client, keys(0, 20)))) == 20
         until(lambda: feeder.look()[0].malformed == 1)
 
@@ -123,6 +124,44 @@ def test_what_a_new_connection_sends_before_the_first_look_counts(listener: sock
             time.sleep(0.03)  # looks are 0.02 s apart
             assert connections.look() == 1
         assert _hung_up(sender)
+
+
+def test_a_new_connection_is_cut_off_at_a_glance_and_what_it_sent_is_thrown_away(listener: socket.socket) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    idle_seconds = connections.look_seconds
+    with socket.create_connection(listener.getsockname()) as sender:
+        accepted, _ = listener.accept()
+        with accepted:
+            connections.accepted(accepted.fileno())
+            assert connections.look_seconds < idle_seconds / 4
+            connections._looked = time.monotonic() + 3600  # glances only
+            sender.settimeout(0.2)
+            sent = 0
+            with contextlib.suppress(TimeoutError):
+                while sent <= MIB:
+                    sent += sender.send(b"x" * 65536)
+                    accepted.recv(16384)
+            until(lambda: connections.look() == 1, seconds=0.5)
+            assert accepted.recv(1) == b""
+        assert connections.look_seconds == idle_seconds
+        assert _hung_up(sender)
+
+
+def test_glances_leave_a_connection_alone_that_brings_whole_messages(listener: socket.socket) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with socket.create_connection(listener.getsockname()) as sender:
+        accepted, _ = listener.accept()
+        with accepted:
+            connections.accepted(accepted.fileno())
+            for _ in range(100):
+                sender.sendall(b"x" * 65536)
+                received = 0
+                while received < 65536:
+                    received += len(accepted.recv(65536))
+                connections.heard(accepted.fileno())
+                time.sleep(0.002)
+                assert connections.look() == 0
+        assert len(connections) == 1
 
 
 def test_of_too_many_those_that_never_spoke_go_first(listener: socket.socket) -> None:
