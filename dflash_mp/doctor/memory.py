@@ -2,9 +2,9 @@
 
 P are the drafter's parameters, L its layers, H, V, I, q, kv widths (hidden, vocabulary, MLP, heads · head_dim, key/value heads · head_dim), w bytes of a
 value (2 in bf16), T tokens of the rows of a micro-batch, D their draft tokens (anchors · block size). A compiled layer keeps, for each draft
-token, 4·H + 4·q + 3·I + 3·kv values for its backward pass and for each context token 3·kv. The loss works in chunks of 4,096 positions. With
-`train.precision: fp8` a compiled layer keeps 2·H + 3·q + 2·I + 3·kv values and q bytes, and the head exists in fp8, too, twice. Against `dflash-mp bench step` in
-bf16 on an H200 it came out 1 to 2% high; what changed since (the loss's chunk, the norms around the layers, all of fp8) was not measured.
+token, 4·H + 6·q + 3·I + kv values for its backward pass and for each context token 2·q + kv: keys and values once for each query head. The loss works in
+chunks of 4,096 positions. With `train.precision: fp8` a compiled layer keeps 2·H + 5·q + 2·I + kv values and q bytes, and the head exists in fp8, too,
+twice. On an H200 the formula is within a few percent of what the allocator saw, in bf16 and in fp8.
 
 What is not in it: the CUDA context, NCCL's buffers and fragmentation (`fit.py` leaves room for those), attention kernels other than flex, and
 caches of the compiler. A feeder's formula is for dense models.
@@ -123,8 +123,11 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
     """What is kept for the backward pass, and what that computes again."""
     h, q, kv = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     draft = train.micro_batch_rows * train.anchors_per_row * shape.block_size
-    values = 4 * h + 4 * q + 3 * shape.intermediate_size + 3 * kv
-    layer = w * (draft * values + tokens * 3 * kv) + 4 * draft * shape.heads
+    keys = (
+        3 * kv if train.attention == "sdpa" else kv + 2 * q
+    )  # flex attention gets keys and values for each query head
+    values = 4 * h + 4 * q + 3 * shape.intermediate_size + keys
+    layer = w * (draft * values + tokens * keys) + 4 * draft * shape.heads
     saved = 0
     if (
         train.precision == "fp8"
@@ -137,7 +140,8 @@ def _activations(shape: DrafterShape, train: TrainConfig, tokens: int, w: int, c
     if train.attention == "sdpa":
         around += draft * (tokens + draft)
     if not train.gradient_checkpointing:
-        formula = f"L·{w}·[D·(4·H + 4·q + 3·I + 3·kv) + T·3·kv], D = {draft}, and around the layers"
+        kept_keys = "3·kv" if train.attention == "sdpa" else "(kv + 2·q)"
+        formula = f"L·{w}·[D·(4·H + 4·q + 3·I + {kept_keys}) + T·{kept_keys}], D = {draft}, and around the layers"
         if saved:
             formula += f", less L·D·({w}·(2·H + I + q) − q) for fp8"
         return Term("activations", formula, shape.layers * layer + around), Term("", "", 0)
