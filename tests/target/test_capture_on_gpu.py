@@ -46,10 +46,11 @@ def test_the_checksum_does_not_depend_on_the_device(tmp_path: Path) -> None:
 
 
 def test_started_rows_arrive_in_pinned_memory_while_the_next_is_queued(tmp_path: Path) -> None:
-    """The device is kept busy, so that a start which waited for it would show, and outputs are poisoned. Rows before it leave the
-    allocators memory for that many at a time: asking the driver for some waits for the device."""
+    """The device is kept busy, so that a start which waited for it would show, and outputs are poisoned. Rows are recorded, since a model's own
+    forward may wait; rows before them leave the allocators memory for that many at a time, as asking the driver for some waits."""
     write_tiny_target(tmp_path)
-    capture = Capture(load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 2])), last_hidden=True)
+    target = load_target(TargetConfig(path=str(tmp_path), layer_ids=[0, 2]))
+    capture = Capture(target, last_hidden=True, row_tokens=128)
     rows = [packed_row([70 + n, 1, 50 - n], padding=7) for n in range(6)]
     shapes = ((128, 2 * 96), (128, 96))
     right = [tuple(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes) for _ in rows]
