@@ -112,6 +112,8 @@ class _Fleet:
         # Every mode compiles afresh; what its processes have compiled they may share, as its threads do.
         compiled = self.directory.absolute() / "compiled"
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
+        # Otherwise Inductor times several kernels and takes the fastest one, which may add in another order in another mode.
+        environment["TORCHINDUCTOR_DETERMINISTIC"] = "1"
         if not self.workers:
             shutil.rmtree(compiled, ignore_errors=True)
         guard = "none" if self.mode == PROCESSES else self.mode
