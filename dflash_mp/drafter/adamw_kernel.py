@@ -1,7 +1,41 @@
-"""The Triton kernel of `fused_adamw`. Imported where it is launched only: builds of PyTorch for a CPU come without Triton."""
+"""The Triton kernels of `fused_adamw`, in the order of a step. Imported where they are launched only: builds of PyTorch for a CPU come without Triton."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def sum_squares(table, slot_of, squares, stretch: tl.constexpr, part: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Into `squares`, by program: the sum of squares of a stretch of `stretch` elements of one slot's gradient."""
+    program = tl.program_id(0)
+    row = table + tl.load(slot_of + program) * 8
+    start = (program - tl.load(row + 6)) * stretch
+    left = tl.load(row + 5) - start
+    gradient = tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)) + start
+    if (left >= stretch) & (tl.load(row + 7) != 0):
+        values = tl.load(tl.multiple_of(gradient, 16) + tl.arange(0, stretch)).to(tl.float32)
+        tl.store(squares + program, tl.sum(values * values))
+    else:
+        sums = tl.zeros([part], dtype=tl.float32)
+        for begin in range(0, stretch, part):
+            at = begin + tl.arange(0, part)
+            values = tl.load(gradient + at, mask=at < left, other=0.0).to(tl.float32)
+            sums += values * values
+        tl.store(squares + program, tl.sum(sums))
+
+
+@triton.jit
+def norm_and_scale(squares, mean, clip, result, count: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """One program: the norm of the mean gradient from `count` partial sums, a multiple of `width`, and the factor that makes
+    a summed gradient a mean and clipped one, NaN where the norm is not finite.
+    """
+    sums = tl.zeros([width], dtype=tl.float32)
+    for begin in range(0, count, width):
+        sums += tl.load(squares + begin + tl.arange(0, width))
+    norm = tl.sqrt_rn(tl.sum(sums)) * mean
+    scale = tl.minimum(clip / (norm + 1e-6), 1.0) * mean
+    tl.store(result, norm)
+    tl.store(result + 1, tl.where(tl.abs(norm) < float("inf"), scale, float("nan")))
 
 
 @triton.jit
@@ -9,25 +43,27 @@ def adamw(  # type: ignore[no-untyped-def]  # noqa: ANN201
     table,
     slot_of,
     weight_decays,
-    scale,
+    norm_and_scale,
     learning_rate,
     first,
     second,
     step_size,
     root,
     eps,
+    stretch: tl.constexpr,
     block: tl.constexpr,
     part: tl.constexpr,
 ):
-    """A block of `block` elements of one slot: see `fused_adamw.FusedAdamW`, which lays out the first three. The others are numbers of the step.
+    """A block of `block` elements of one slot, of which a stretch has several: see `fused_adamw.FusedAdamW`, which lays out the first four. The others
+    are numbers of the step.
 
     A block that is whole and lies at multiples of 16 bytes is read and written 16 bytes at a time, any other by the element.
     """
     program = tl.program_id(0)
-    slot = tl.load(slot_of + program)
+    slot = tl.load(slot_of + program // (stretch // block))
     row = table + slot * 8
-    start = (program - tl.load(row + 6)) * block
-    factor = tl.load(scale)
+    start = (program - tl.load(row + 6) * (stretch // block)) * block
+    factor = tl.load(norm_and_scale + 1)
     left = tl.where(factor == factor, tl.load(row + 5) - start, 0)
     decay = 1 - learning_rate * tl.load(weight_decays + slot)
     parameter = tl.load(row).to(tl.pointer_type(tl.bfloat16)) + start

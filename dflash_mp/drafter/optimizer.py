@@ -9,7 +9,7 @@ by `torch.optim.AdamW`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -52,14 +52,14 @@ class MasterAdamW:
 
         Raises `DflashError` naming the first non-finite gradient; nothing is updated then.
         """
-        gradients = [_gradient(name, p) for name, p in self.parameters.items()]
-        norm, scale = self._norm_and_scale(gradients, weight_sum)
-        read_norm = _begin_to_read(norm)
-        if self._fused:  # the device skips the update when the norm is not finite; the host learns of it meanwhile
-            numbers = fused_adamw.Update(self._steps_done + 1, learning_rate, *self._numbers)
-            self._fused.apply(numbers, gradients, scale)
-        measured = read_norm()
-        if not math.isfinite(measured):
+        gradients = self._gradients()
+        mean = 1.0 / weight_sum if weight_sum > 0 else 0.0
+        if self._fused:
+            update = fused_adamw.Update(self._steps_done + 1, learning_rate, *self._numbers, mean, self._clip)
+            norm = self._fused.step(update, gradients)
+        else:
+            norm, scale = _norm_and_scale(gradients, mean, self._clip)
+        if not math.isfinite(norm):
             bad = next(
                 (name for name, g in zip(self.parameters, gradients, strict=True) if not bool(g.isfinite().all())),
                 "the norm's sum",
@@ -70,16 +70,18 @@ class MasterAdamW:
         if self._fused:
             self._steps_done += 1
         else:
-            self._update(gradients, learning_rate, float(scale))
-        return measured
+            self._update(gradients, learning_rate, scale)
+        return norm
 
-    def _norm_and_scale(self, gradients: list[torch.Tensor], weight_sum: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 scalars on the device: the mean gradient's norm, and what a summed gradient is multiplied with, clipping included."""
-        mean = 1.0 / weight_sum if weight_sum > 0 else 0.0
-        parts = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(list(parts))) * mean
-        scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) * mean
-        return norm, torch.where(norm.isfinite(), scale, torch.nan)
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = []
+        for name, parameter in self.parameters.items():
+            if (gradient := parameter.grad) is None:
+                raise RuntimeError(
+                    f"parameter {name} took no part in the step: every parameter must have a gradient, if only zero"
+                )
+            gradients.append(gradient)
+        return gradients
 
     def _fuse(self, weight_decay: float) -> fused_adamw.FusedAdamW:
         self._materialise()
@@ -141,24 +143,8 @@ class MasterAdamW:
                 }
 
 
-def _begin_to_read(scalar: torch.Tensor) -> Callable[[], float]:
-    """What gives the value of `scalar` as it is now, without waiting for what is queued on the device after this call."""
-    if not scalar.is_cuda:
-        return lambda: float(scalar)
-    on_host = torch.empty_like(scalar, device="cpu", pin_memory=True).copy_(scalar, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> float:
-        copied.synchronize()
-        return float(on_host)
-
-    return read
-
-
-def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        raise RuntimeError(
-            f"parameter {name} took no part in the step: every parameter must have a gradient, if only zero"
-        )
-    return parameter.grad
+def _norm_and_scale(gradients: list[torch.Tensor], mean: float, clip: float) -> tuple[float, float]:
+    """The norm of the mean gradient, summed in float32, and what a summed gradient is multiplied with, clipping included."""
+    parts = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    norm = float(torch.linalg.vector_norm(torch.stack(list(parts)))) * mean
+    return norm, min(clip / (norm + 1e-6), 1.0) * mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from dflash_mp.drafter import fused_adamw
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.errors import DflashError
 
-# Whole blocks of the kernel and the rest of one, less than one, a single element.
-SIZES = {"matrix": (37, 65), "wide": (64, 128), "norm": (48,), "single": (1,)}
+# Whole stretches of the kernels and the rest of one, less than one, a single element.
+SIZES = {"matrix": (127, 67), "wide": (64, 128), "norm": (48,), "single": (1,)}
 
 
 def parameters(device: str, dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -81,30 +82,33 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
 
 
 def compare_fused(device: str) -> None:
-    """Eight updates by the kernel and by `torch.optim.AdamW`, gradients moving between them; then one whose scale is NaN, which must write nothing."""
+    """Eight updates by the kernels and by `torch.optim.AdamW`, gradients moving between them; then some that are not finite and must write nothing."""
     fused, plain = parameters(device, torch.bfloat16), parameters(device, torch.bfloat16)
     masters = {name: p.detach().float() for name, p in fused.items()}
     moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in masters.items()}
-    reference = MasterAdamW(plain.items(), options(clip=1e9))
+    reference = MasterAdamW(plain.items(), options(clip=10.0))
     reference._fused = None
-    scale = torch.tensor(0.25, device=device)
-    kernel = fused_adamw.FusedAdamW(
+    kernels = fused_adamw.FusedAdamW(
         [fused_adamw.Slot(p, masters[name], *moments[name], 0.1 if p.dim() > 1 else 0.0) for name, p in fused.items()]
     )
 
-    def update(step: int, factor: torch.Tensor) -> None:
+    def update(step: int, weight_sum: float) -> float:
         gradients = [p.grad for p in fused.values()]
-        kernel.apply(fused_adamw.Update(step, 1e-2, (0.9, 0.95), 1e-8), gradients, factor)
+        return kernels.step(fused_adamw.Update(step, 1e-2, (0.9, 0.95), 1e-8, 1 / weight_sum, 10.0), gradients)
 
     for step in range(1, 9):
         set_gradients(fused, step)
         set_gradients(plain, step)
         if step in (3, 6):  # "wide" is then at a multiple of 16 bytes, or of 2 only
             move_gradients(fused, 3 if step == 3 else 4)
-        table = kernel._table
-        update(step, scale)
-        assert (kernel._table is table) == (step not in (1, 3, 6)), "made anew when a gradient has moved, and then only"
-        reference.step(1e-2, 4.0)
+        weight_sum = 4.0 if step % 2 else 100.0  # clipped, and not
+        table = kernels._table
+        norm = update(step, weight_sum)
+        assert (kernels._table is table) == (step not in (1, 3, 6)), (
+            "made anew when a gradient has moved, and then only"
+        )
+        assert (norm > 10) == (step % 2 == 1)
+        assert norm == pytest.approx(reference.step(1e-2, weight_sum), rel=1e-6)
         for name, tensor in reference.tensors().items():
             kind, _, parameter = name.partition(".")
             mine = {"master": masters[parameter], "exp_avg": moments[parameter][0], "exp_avg_sq": moments[parameter][1]}
@@ -117,19 +121,42 @@ def compare_fused(device: str) -> None:
             torch.testing.assert_close(parameter.detach(), rounded, rtol=slack, atol=0.0, msg=f"{name}, step {step}")
             assert not parameter.grad.any()
     before = {name: m.clone() for name, m in masters.items()}
-    set_gradients(fused, 9)
-    update(9, torch.tensor(float("nan"), device=device))
-    assert all(torch.equal(before[name], m) for name, m in masters.items())
-    assert all(parameter.grad.any() for parameter in fused.values())
+    for name, bad in (("wide", float("inf")), ("matrix", float("nan")), ("single", float("nan"))):
+        set_gradients(fused, 9)
+        fused[name].grad.view(-1)[-1] = bad
+        assert not math.isfinite(update(9, 4.0))
+        assert all(torch.equal(before[name], m) for name, m in masters.items())
+        assert all(parameter.grad.any() for parameter in fused.values())
     with pytest.raises(RuntimeError, match="contiguous"):
-        kernel.apply(fused_adamw.Update(9, 1e-2, (0.9, 0.95), 1e-8), [p.grad.float() for p in fused.values()], scale)
+        kernels.step(fused_adamw.Update(9, 1e-2, (0.9, 0.95), 1e-8, 1.0, 1.0), [p.grad.float() for p in fused.values()])
 
 
-def test_the_fused_kernel_updates_as_adamw_does() -> None:
+def compare_norm(device: str) -> None:
+    """The kernel that adds up partial sums, several times as many as it takes at a time, against float64."""
+    from dflash_mp.drafter.adamw_kernel import norm_and_scale
+
+    squares = torch.rand(3 * fused_adamw.WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
+    result, exact = torch.empty(2, device=device), 0.5 * float(squares.double().sum().sqrt())
+
+    def measured(clip: float) -> list[float]:
+        norm_and_scale[(1,)](squares, 0.5, clip, result, len(squares), fused_adamw.WIDTH, num_warps=fused_adamw.WARPS)
+        return result.tolist()
+
+    assert measured(3.0) == pytest.approx([exact, 0.5 * 3.0 / exact], rel=1e-6)
+    assert measured(2 * exact) == pytest.approx([exact, 0.5], rel=1e-6)
+    for bad in (float("inf"), float("nan")):
+        squares[-1] = bad
+        norm, scale = measured(3.0)
+        assert not math.isfinite(norm)
+        assert math.isnan(scale)
+
+
+def test_the_fused_kernels_update_as_adamw_does() -> None:
     if torch.cuda.is_available():
+        compare_norm("cuda")
         compare_fused("cuda")
         return
-    pytest.importorskip("triton")  # then its interpreter runs the kernel here, in a process of its own
+    pytest.importorskip("triton")  # then its interpreter runs the kernels here, in a process of its own
     done = subprocess.run(
         [sys.executable, __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -140,21 +167,38 @@ def test_the_fused_kernel_updates_as_adamw_does() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_fused_kernel_is_built_for_hopper_with_accesses_of_16_bytes() -> None:
-    triton = pytest.importorskip("triton")
+def ptx(kernel: object, signature: dict[str, str], constants: dict[str, int], warps: int = 4) -> str:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dflash_mp.drafter.adamw_kernel import adamw
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 
-    numbers = ("learning_rate", "first", "second", "step_size", "root", "eps")
-    signature = {"table": "*i64", "slot_of": "*i32", "weight_decays": "*fp32", "scale": "*fp32"}
-    signature |= dict.fromkeys(numbers, "fp32") | {"block": "constexpr", "part": "constexpr"}
-    source = ASTSource(adamw, signature, {"block": fused_adamw.BLOCK, "part": fused_adamw.PART})
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+def test_the_fused_kernels_are_built_for_hopper_with_accesses_of_16_bytes() -> None:
+    pytest.importorskip("triton")
+    from dflash_mp.drafter.adamw_kernel import adamw, norm_and_scale, sum_squares
+
+    places = {"table": "*i64", "slot_of": "*i32"}
+    sizes = {"stretch": fused_adamw.STRETCH, "block": fused_adamw.BLOCK, "part": fused_adamw.PART}
+    numbers = dict.fromkeys(("learning_rate", "first", "second", "step_size", "root", "eps"), "fp32")
+    built = ptx(adamw, places | {"weight_decays": "*fp32", "norm_and_scale": "*fp32"} | numbers, sizes)
     per_thread = fused_adamw.BLOCK // (4 * 32)
     assert built.count("ld.global.v4.b32") == built.count("st.global.v4.b32") == 3 * per_thread // 4
     assert built.count("ld.global.v2.b32") == built.count("st.global.v2.b32") // 2 == per_thread // 4
+
+    sizes = {"stretch": fused_adamw.STRETCH, "part": fused_adamw.BLOCK}
+    built = ptx(sum_squares, places | {"squares": "*fp32"}, sizes)
+    assert built.count("ld.global.v4.b32") == fused_adamw.STRETCH // (4 * 32) // 8
+
+    signature = {"squares": "*fp32", "mean": "fp32", "clip": "fp32", "result": "*fp32"}
+    assert (
+        ptx(
+            norm_and_scale, signature, {"count": 4 * fused_adamw.WIDTH, "width": fused_adamw.WIDTH}, fused_adamw.WARPS
+        ).count("ld.global")
+        > 0
+    )
 
 
 @pytest.mark.gpu
@@ -181,4 +225,5 @@ def test_on_cuda_a_bf16_model_takes_the_fused_path_to_the_same_weights(bad: floa
 
 
 if __name__ == "__main__":
+    compare_norm("cpu")
     compare_fused("cpu")
