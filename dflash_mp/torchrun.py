@@ -5,6 +5,9 @@ after 30 s, be their checkpoint written or not; killed, it leaves a directory of
 Here SIGTERM, SIGINT and SIGHUP are handed to this machine's ranks as SIGTERM, each time one comes, and torchrun ends when they have; without ranks yet it
 ends at once with 128 + signal, and so it does when a second signal, three seconds or more later, still finds none. When they have ended by themselves
 a signal changes nothing. A worker that was still starting ends itself (`dflash_mp.process`), and logs go where `--log-dir` says or nowhere.
+
+A world of one (`--standalone --nproc-per-node 1 -m MODULE …`) has nobody to meet: its rank is started at once, without torchrun, whose imports take
+seconds.
 """
 
 from __future__ import annotations
@@ -13,14 +16,11 @@ import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
 
 from dflash_mp import logs
 from dflash_mp.process import LEADER, SAME_SIGNAL_SECONDS, children_of, die_with_parent, mark_of, send_signal
@@ -28,6 +28,11 @@ from dflash_mp.process import LEADER, SAME_SIGNAL_SECONDS, children_of, die_with
 log = logging.getLogger("dflash_mp.torchrun")
 
 _LOOK_SECONDS = 0.2  # between two looks for ranks that torchrun has started again
+_ALONE = ["--standalone", "--nproc-per-node", "1", "-m"]
+_PLACE_ALONE = {  # as torchrun tells it
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
+}
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -38,27 +43,50 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # torchrun's own default, without its banner; a rank sets its threads itself
-    if any("rdzv-backend" in argument.replace("_", "-") for argument in arguments):
-        # Ranks that meet again after a restart must not find in torchrun's own store the addresses of those that are dead.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[LEADER] = mark_of(os.getpid())
     started = threading.Event()
     sys.addaudithook(lambda event, facts: _notice_ranks(event, facts, started))
     _hand_signals_on(started)
+    if arguments[: len(_ALONE)] == _ALONE:
+        return _run_alone(arguments[len(_ALONE) :])
+    return _run_torchrun(arguments)
+
+
+def _run_alone(module: list[str]) -> int:
+    """Run `module`, a name and its arguments, as the only rank."""
+    rank = subprocess.Popen([sys.executable, "-u", "-m", *module], env={**os.environ, **_PLACE_ALONE})
+    code = rank.wait()
+    return 0 if code == 0 else _failed(0, code)
+
+
+def _run_torchrun(arguments: list[str]) -> int:
+    # Late: they import PyTorch.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    if any("rdzv-backend" in argument.replace("_", "-") for argument in arguments):
+        # Ranks that meet again after a restart must not find in torchrun's own store the addresses of those that are dead.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun(["--log-dir", os.devnull, "--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        log.error("rank %d was the first to fail, with exit code %d", rank, failure.exitcode)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _failed(rank, failure.exitcode)
     except SignalException as signalled:
         log.info("stopped by %s", signalled.sigval.name)
         return 128 + signalled.sigval
     return 0
 
 
+def _failed(rank: int, code: int) -> int:
+    """Say so; the exit code for it. `code` is negative when a signal ended the rank."""
+    log.error("rank %d was the first to fail, with exit code %d", rank, code)
+    return code if code > 0 else 128 - code
+
+
 def _notice_ranks(event: str, facts: tuple[Any, ...], started: threading.Event) -> None:
-    """Set `started` when torchrun starts its first rank: a process that it gives a LOCAL_RANK."""
+    """Set `started` when the first rank is started: a process that is given a LOCAL_RANK."""
     if event == "subprocess.Popen" and "LOCAL_RANK" in (facts[3] or {}):
         started.set()
 

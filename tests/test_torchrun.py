@@ -179,3 +179,47 @@ def _free_port() -> int:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+_ONLY_RANK = """
+import os, signal, sys, time
+print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}, sys.argv[1:], flush=True)
+if sys.argv[1] == "fail":
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "9" else sys.exit(int(sys.argv[2]))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+while True:
+    time.sleep(0.05)
+"""
+_PLACE = "{'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}"
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command of a world of one, up to its arguments."""
+    (tmp_path / "only_rank.py").write_text(_ONLY_RANK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return [sys.executable, "-m", "dflash_mp.torchrun", "--standalone", "--nproc-per-node", "1", "-m", "only_rank"]
+
+
+@pytest.mark.parametrize(("how", "code"), [("5", 5), ("9", 128 + 9), ("0", 0)])
+def test_a_rank_alone_ends_with_its_own_exit_code(tmp_path: Path, alone: list[str], how: str, code: int) -> None:
+    with started([*alone, "fail", how], tmp_path / "log") as torchrun:
+        assert torchrun.wait(SECONDS) == code
+    first, *rest = (tmp_path / "log").read_text().splitlines()
+    assert first == f"{_PLACE} ['fail', '{how}']"
+    assert [line.partition(" | ")[2] for line in rest] == (
+        [f"error: rank 0 was the first to fail, with exit code {-9 if how == '9' else how}"] if code else []
+    )
+
+
+def test_a_rank_alone_is_asked_to_stop(tmp_path: Path, alone: list[str]) -> None:
+    with started([*alone, "wait"], tmp_path / "log") as torchrun:
+        eventually(lambda: _PLACE in (tmp_path / "log").read_text(), "the rank is up")
+        torchrun.send_signal(signal.SIGINT)
+        assert torchrun.wait(SECONDS) == 0, (tmp_path / "log").read_text()
+
+
+def test_a_rank_alone_does_not_wait_for_torchrun_to_be_imported() -> None:
+    code = "import sys, dflash_mp.torchrun; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS)
+    assert done.stdout == "False\n"
