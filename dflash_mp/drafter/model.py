@@ -28,7 +28,7 @@ from dflash_mp.drafter.shape import DrafterShape
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin [b, 1, length, head_dim]
 KeyValue = tuple[torch.Tensor, torch.Tensor]  # [b, kv_heads, length, head_dim] each
 
-_INIT_STD, _INIT_THREADS = 0.02, 8
+_INIT_STD, _INIT_CHUNK = 0.02, 1 << 21
 
 
 class DraftModel(nn.Module):
@@ -117,21 +117,12 @@ class DraftModel(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill every parameter: matrices normal with deviation 0.02, norms 1.
 
-        A function of `seed` and the parameters' names alone: the same on every rank and device, and rounded in another dtype. Each of up to
-        eight threads (at most as many as PyTorch uses) holds one matrix in float32; a billion values take one of them a quarter of a minute.
+        A function of `seed` and the parameters' names alone: the same on every rank and device, and rounded in another dtype. As many threads
+        as PyTorch uses make one matrix each, the largest first, 8 MiB of float32 at a time; a billion values take one of them a quarter of a minute.
         """
-
-        @torch.no_grad()
-        def fill(name: str, parameter: nn.Parameter) -> None:
-            if parameter.dim() < 2:
-                parameter.fill_(1.0)
-                return
-            key = np.array([seed, zlib.crc32(name.encode())], dtype=np.uint64)
-            values = np.random.Generator(np.random.Philox(key=key)).standard_normal(parameter.shape, dtype=np.float32)
-            parameter.copy_(torch.from_numpy(np.multiply(values, np.float32(_INIT_STD), out=values)))
-
-        with ThreadPoolExecutor(min(_INIT_THREADS, torch.get_num_threads())) as threads:
-            for filled in [threads.submit(fill, *named) for named in self.named_parameters()]:
+        parameters = sorted(self.named_parameters(), key=lambda named: named[1].numel(), reverse=True)
+        with ThreadPoolExecutor(min(len(parameters), torch.get_num_threads())) as threads:
+            for filled in [threads.submit(_fill, parameter, seed, name) for name, parameter in parameters]:
                 filled.result()
 
     def _fuse(self, features: torch.Tensor) -> torch.Tensor:
@@ -266,6 +257,21 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+@torch.no_grad()
+def _fill(parameter: nn.Parameter, seed: int, name: str) -> None:
+    """With its initial values."""
+    if parameter.dim() < 2:
+        parameter.fill_(1.0)
+        return
+    key = np.array([seed, zlib.crc32(name.encode())], dtype=np.uint64)
+    random = np.random.Generator(np.random.Philox(key=key))
+    room = np.empty(min(_INIT_CHUNK, parameter.numel()), dtype=np.float32)
+    for part in parameter.detach().view(-1).split(_INIT_CHUNK):
+        values = room[: len(part)]
+        random.standard_normal(dtype=np.float32, out=values)
+        part.copy_(torch.from_numpy(np.multiply(values, np.float32(_INIT_STD), out=values)))
 
 
 def embed(ids: torch.Tensor, embedding: torch.Tensor, scale: float) -> torch.Tensor:

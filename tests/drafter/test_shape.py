@@ -145,3 +145,11 @@ def test_initial_weights_are_pinned() -> None:
     model = DraftModel(small_shape())
     model.init_weights(0)
     assert model.fc.weight[0, :3].tolist() == pytest.approx([-0.0324337073, -0.000379783247, 0.0250589084], rel=1e-6)
+
+
+def test_initial_weights_do_not_depend_on_how_they_are_cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, in_parts = DraftModel(small_shape()), DraftModel(small_shape())
+    whole.init_weights(0)
+    monkeypatch.setattr("dflash_mp.drafter.model._INIT_CHUNK", 77)
+    in_parts.init_weights(0)
+    assert all(torch.equal(tensor, in_parts.state_dict()[name]) for name, tensor in whole.state_dict().items())
