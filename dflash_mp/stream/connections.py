@@ -23,6 +23,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from dflash_mp.stream.endpoints import widen
 from dflash_mp.stream.handshake import HELLO_PATIENCE
 from dflash_mp.stream.messages import HEADER_BYTES
 
@@ -70,6 +71,8 @@ class Connections:
             connection = _Connection(inode, self._tcp, time.monotonic(), received=0 if self._tcp else None)
             self._open[descriptor] = connection
             self._watch(descriptor, connection)
+        if not self._tcp:
+            widen(descriptor)
 
     def heard(self, descriptor: int) -> None:
         """A whole message came from it."""

@@ -8,6 +8,7 @@ address from a live feeder and says which address is taken; a socket file that a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -21,6 +22,7 @@ from dflash_mp.errors import StreamError
 from dflash_mp.stream.messages import CHUNK_BYTES, HEADER_BYTES
 
 LONGEST_IPC_PATH = 107  # bytes: sun_path of a Unix socket
+_IPC_SEND_BYTES = 256 << 10  # the kernel takes it twice, or twice net.core.wmem_max if that is less
 _TAKEN = "stop the other feeder or program that uses it, or give another address in feed.endpoints"
 
 _ELSEWHERE = "a feeder listens on the machine that it runs on: give an address of this one in feed.endpoints"
@@ -94,6 +96,17 @@ def set_feeder_options(router: zmq.Socket[bytes]) -> None:
     router.maxmsgsize = HEADER_BYTES
     router.sndhwm = 16  # messages per peer: chunks in it are views of slots, so this costs no memory
     router.rcvhwm = 64
+
+
+def widen(descriptor: int) -> None:
+    """Give a connection that a feeder accepted by ipc room in the kernel: before this, sender and receiver take turns.
+
+    A full Unix socket isn't writable again until three quarters of its buffer have been read, and libzmq, which never blocks, waits
+    for that: with the kernel's usual 208 KiB that leaves half of the speed. libzmq has no such option for ipc. Nothing if it is closed.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
+        if same.family == socket.AF_UNIX:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IPC_SEND_BYTES)
 
 
 def set_drafter_options(dealer: zmq.Socket[bytes]) -> None:

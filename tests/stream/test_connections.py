@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,10 @@ from stream_client import client_of, keys, take_all
 from test_stream import ipc
 
 from dflash_mp.bench import zmtp
-from dflash_mp.bench.synthetic import synthetic_plan
+from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_weights
 from dflash_mp.stream.connections import Connections
+from dflash_mp.stream.endpoints import widen
+from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.keys import DrafterKeys, keygen
 
 PLAN = synthetic_plan()
@@ -102,6 +106,36 @@ def test_a_drafter_with_keys_that_waits_is_not_cut_off(tmp_path: Path) -> None:
                 lambda: said(tmp_path / "log") == 1, seconds=20
             )  # so a drafter that waits would be cut off by now, too
         assert client._io.links[0].last_loss == ""
+
+
+def test_a_drafters_ipc_connection_has_room_for_sender_and_receiver_at_once(tmp_path: Path) -> None:
+    stop = threading.Event()
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    with FeederService(ipc(tmp_path), PLAN, synthetic_weights(PLAN), run=RUN) as service:
+        serving = threading.Thread(target=service.serve, args=(lambda key, buffer: None, stop))
+        serving.start()
+        with client_of([service.endpoint], PLAN) as client:
+            client.connect()
+            assert list(_send_rooms(service.endpoint.removeprefix("ipc://"))) == [2 * min(256 << 10, most)]
+        stop.set()
+        serving.join()
+
+
+def test_room_is_made_for_unix_sockets_only(listener: socket.socket) -> None:
+    with socket.create_connection(listener.getsockname()) as tcp, tempfile.TemporaryFile() as file:
+        before = tcp.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        Connections(tcp=True, silent_seconds=60).accepted(tcp.fileno())
+        for descriptor in (tcp.fileno(), file.fileno(), 1 << 20):
+            widen(descriptor)
+        assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before  # the kernel goes on adapting it
+
+
+def _send_rooms(path: str) -> Iterator[int]:
+    """SO_SNDBUF of this process's connections that were accepted at `path`."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as same:
+            if same.getsockname() == path and not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield same.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 @pytest.fixture
