@@ -6,8 +6,8 @@ Here SIGTERM, SIGINT and SIGHUP are handed to this machine's ranks as SIGTERM, e
 ends at once with 128 + signal, and so it does when a second signal, three seconds or more later, still finds none. When they have ended by themselves
 a signal changes nothing. A worker that was still starting ends itself (`dflash_mp.process`), and logs go where `--log-dir` says or nowhere.
 
-A world of one (`--standalone --nproc-per-node 1 -m MODULE …`) has nobody to meet: its rank is started at once, without torchrun, whose imports take
-seconds.
+A world of one (`--standalone --nproc-per-node 1 [--virtual-local-rank] -m MODULE …`) has nobody to meet: its rank is started at once, without
+torchrun, whose imports take seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dflash_mp.process import LEADER, SAME_SIGNAL_SECONDS, children_of, die_with
 log = logging.getLogger("dflash_mp.torchrun")
 
 _LOOK_SECONDS = 0.2  # between two looks for ranks that torchrun has started again
-_ALONE = ["--standalone", "--nproc-per-node", "1", "-m"]
+_ALONE = ["--standalone", "--nproc-per-node", "1"]
+_OWN_GPU = "--virtual-local-rank"
 _PLACE_ALONE = {  # as torchrun tells it
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
@@ -47,15 +48,19 @@ def main(arguments: list[str]) -> int:
     started = threading.Event()
     sys.addaudithook(lambda event, facts: _notice_ranks(event, facts, started))
     _hand_signals_on(started)
-    if arguments[: len(_ALONE)] == _ALONE:
-        return _run_alone(arguments[len(_ALONE) :])
+    for own_gpu in (False, True):
+        options = [*_ALONE, *([_OWN_GPU] if own_gpu else []), "-m"]
+        if arguments[: len(options)] == options:
+            return _run_alone(arguments[len(options) :], own_gpu)
     return _run_torchrun(arguments)
 
 
-def _run_alone(module: list[str]) -> int:
-    """Run `module`, a name and its arguments, as the only rank."""
-    rank = subprocess.Popen([sys.executable, "-u", "-m", *module], env={**os.environ, **_PLACE_ALONE})
-    code = rank.wait()
+def _run_alone(module: list[str], own_gpu: bool) -> int:
+    """Run `module`, a name and its arguments, as the only rank; `own_gpu`: it sees the first GPU only."""
+    environment = {**os.environ, **_PLACE_ALONE}
+    if own_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    code = subprocess.Popen([sys.executable, "-u", "-m", *module], env=environment).wait()
     return 0 if code == 0 else _failed(0, code)
 
 

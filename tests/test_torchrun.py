@@ -219,6 +219,17 @@ def test_a_rank_alone_is_asked_to_stop(tmp_path: Path, alone: list[str]) -> None
         assert torchrun.wait(SECONDS) == 0, (tmp_path / "log").read_text()
 
 
+def test_a_rank_alone_sees_the_first_gpu_only_where_that_is_asked_for(
+    tmp_path: Path, alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    (tmp_path / "only_rank.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    for options, seen in (([], "5,3"), (["--virtual-local-rank"], "5")):
+        command = [*alone[:-2], *options, *alone[-2:]]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+        assert done.stdout == f"{seen}\n"
+
+
 def test_a_rank_alone_does_not_wait_for_torchrun_to_be_imported() -> None:
     code = "import sys, dflash_mp.torchrun; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS)
