@@ -44,23 +44,21 @@ def build_trainer(
     source: RowSource,
     world: World,
     resume: Path | None,
+    model: DraftModel | None = None,
 ) -> Trainer:
     """The trainer of this rank, at the step of the checkpoint `resume` (rank 0's counts) or at 0.
 
-    `embedding` and `head` [V, H] are the target's. Raises `ConfigError` or `CheckpointError`.
+    `embedding` and `head` [V, H] are the target's; `model` is what `make_model` made, if it was called before. Raises `ConfigError` or
+    `CheckpointError`.
     """
     options, device = config.train, world.device
     arithmetic.check(options, device)
     torch.manual_seed(
         config.seed
     )  # training draws nothing from it; what a checkpoint keeps of it is the same in every run
-    shape = DrafterShape.from_config(config.drafter, plan.target)
-    dtype = arithmetic.compute_dtype(options, device)
+    model = model or make_model(config, plan, device, resume is not None)
+    shape, dtype = model.shape, arithmetic.compute_dtype(options, device)
     objective = Objective.of(shape, embedding, head, options, device, dtype)
-    with torch.device("meta"):  # PyTorch's own initial values would take seconds
-        model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing, fp8=options.precision == "fp8")
-    model.to(dtype).to_empty(device=device)
-    model.init_weights(config.seed)
     if world.rank == 0:
         for fallback in arithmetic.fallbacks(model, objective, options, device):
             log.warning("%s", fallback)
@@ -89,6 +87,20 @@ def build_trainer(
         compilations=CompilationCount(),
         step=step,
     )
+
+
+def make_model(config: RunConfig, plan: StreamPlan, device: torch.device, resumed: bool) -> DraftModel:
+    """The drafter on `device`, in the dtype that it computes in, with its initial weights, or with none if it is `resumed`. Any thread may
+    call. Raises `ConfigError`.
+    """
+    options = config.train
+    shape = DrafterShape.from_config(config.drafter, plan.target)
+    with torch.device("meta"):  # PyTorch's own initial values would take seconds
+        model = DraftModel(shape, gradient_checkpointing=options.gradient_checkpointing, fp8=options.precision == "fp8")
+    model.to(arithmetic.compute_dtype(options, device)).to_empty(device=device)
+    if not resumed:
+        model.init_weights(config.seed)
+    return model
 
 
 def save(trainer: Trainer) -> None:
@@ -146,6 +158,7 @@ def _restore(
     world.broadcast([steps])
     if int(steps) > 0:
         world.broadcast(tensors.values())
+    if int(steps) > 0 or resume is not None:
         optimizer.restore(int(steps))
     return int(steps)
 

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_mp.config import RunConfig
-from dflash_mp.drafter import arithmetic
+from dflash_mp.drafter import fp8_products
 from dflash_mp.drafter.step_profile import span
 from dflash_mp.errors import ConfigError
 
@@ -69,7 +69,8 @@ def join(config: RunConfig) -> World:
     device = _device(config.train.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    arithmetic.check(config.train, device)
+    if config.train.precision == "fp8":
+        fp8_products.check_device(device)
     if config.train.deterministic:
         _use_deterministic_kernels()
     torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_size))

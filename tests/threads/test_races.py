@@ -101,7 +101,8 @@ def test_held_threads_never_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_process_mode_never_imports_thread_mode() -> None:
     program = (
-        "import sys, dflash_mp.cli, dflash_mp.drafter.__main__, dflash_mp.run, dflash_mp.torchrun, dflash_mp.target.feed\n"
+        "import sys, dflash_mp.cli, dflash_mp.drafter.__main__, dflash_mp.drafter.rank, dflash_mp.drafter.state\n"
+        "import dflash_mp.run, dflash_mp.torchrun, dflash_mp.target.feed\n"
         "sys.exit(','.join(name for name in sys.modules if name.startswith('dflash_mp.threads')) or None)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -1,0 +1,75 @@
+"""What a rank prepares while it waits for the feeders: PyTorch's compiler is imported, and the drafter's initial weights are made.
+
+Both take seconds, of one core and of several, and neither needs what comes from the feeders. Nothing is compiled, and nobody uses what is
+being made. An error is raised where the result is asked for; whatever is under way when something else fails is waited for, some seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dflash_mp.config import RunConfig
+from dflash_mp.drafter.rows import RowSource
+from dflash_mp.drafter.world import World
+from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.weights import FrozenWeights
+
+if TYPE_CHECKING:
+    from dflash_mp.drafter.model import DraftModel
+    from dflash_mp.drafter.trainer import Trainer
+
+
+class Preparation:
+    """Of one rank, which has joined the others: make it then, as imports must not meet those that joining may cause. Use it with `with`.
+
+    `begin_model` once the plan is known, then `trainer`.
+    """
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self._config, self._world = config, world
+        self._threads = ThreadPoolExecutor(2, "prepare")
+        self._state = self._threads.submit(importlib.import_module, "dflash_mp.drafter.state")
+        self._compiler = self._threads.submit(self._import_compiler)
+        self._model: Future[DraftModel] | None = None
+
+    def state(self) -> Any:
+        """The module `dflash_mp.drafter.state`, imported."""
+        return self._state.result()
+
+    def begin_model(self, plan: StreamPlan, resumed: bool) -> None:
+        """Make the drafter of `plan`; its initial weights only if it isn't `resumed`."""
+        self._plan = plan
+        self._model = self._threads.submit(self._make_model, plan, resumed)
+
+    def trainer(self, weights: FrozenWeights, source: RowSource, resume: Path | None) -> Trainer:
+        """As `state.build_trainer`, around the drafter begun. Raises what it raises."""
+        if self._model is None:
+            raise RuntimeError("begin_model first")
+        model = self._model.result()
+        self._compiler.result()
+        trainer: Trainer = self.state().build_trainer(
+            self._config, self._plan, weights.embedding, weights.head, source, self._world, resume, model
+        )
+        return trainer
+
+    def __enter__(self) -> Preparation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _import_compiler(self) -> ModuleType | None:
+        """After all else, which takes less time and is needed first."""
+        if not self.state().compiles(self._config.train, self._world.device):
+            return None
+        return importlib.import_module("torch._inductor.compile_fx")
+
+    def _make_model(self, plan: StreamPlan, resumed: bool) -> DraftModel:
+        model: DraftModel = self.state().make_model(self._config, plan, self._world.device, resumed)
+        return model

@@ -1,0 +1,75 @@
+"""What a rank prepares beside its connection: order, errors, and what it doesn't import too early."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from synthetic_rows import EMBEDDING, PLAN, SyntheticRows, make_config
+
+from dflash_mp.config import RunConfig
+from dflash_mp.drafter import state
+from dflash_mp.drafter.preparation import Preparation
+from dflash_mp.drafter.world import World
+from dflash_mp.errors import ConfigError
+from dflash_mp.stream.weights import FrozenWeights
+
+WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+FROZEN = FrozenWeights(EMBEDDING, EMBEDDING)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return make_config(tmp_path)
+
+
+def test_the_trainer_is_what_it_is_without_preparation(config: RunConfig) -> None:
+    rows = SyntheticRows()
+    with Preparation(config, WORLD) as preparation:
+        preparation.begin_model(PLAN, resumed=False)
+        prepared = preparation.trainer(FROZEN, rows, None)
+    plain = state.build_trainer(config, PLAN, EMBEDDING, EMBEDDING, rows, WORLD, None)
+    tensors = plain.optimizer.tensors()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in prepared.optimizer.tensors().items())
+    assert _threads() == []
+
+
+def test_a_drafter_that_cannot_be_made_is_the_trainers_error(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("no such shape", "another one")
+
+    monkeypatch.setattr(state, "make_model", refuse)
+    with Preparation(config, WORLD) as preparation:
+        preparation.begin_model(PLAN, resumed=False)
+        with pytest.raises(ConfigError, match="no such shape"):
+            preparation.trainer(FROZEN, SyntheticRows(), None)
+
+
+def test_after_an_error_elsewhere_no_thread_is_left(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "make_model", lambda *_: time.sleep(0.3))
+
+    def fail() -> None:
+        with Preparation(config, WORLD) as preparation:
+            preparation.begin_model(PLAN, resumed=False)
+            raise ConfigError("elsewhere", "")
+
+    with pytest.raises(ConfigError, match="elsewhere"):
+        fail()
+    assert _threads() == []
+
+
+def test_a_rank_connects_before_the_compiler_is_imported() -> None:
+    code = "import sys, dflash_mp.drafter.rank; print({'torch', 'torch._dynamo', 'sympy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "{'torch'}\n"
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prepare")]
