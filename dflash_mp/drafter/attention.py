@@ -23,15 +23,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 NO_DOCUMENT = -1  # the document of an unused block: no token's
 _TILE = 128  # rows and columns of a tile of the block-sparse mask
 _CONTEXT = -1  # the block of a context column: no block's
-# Of the backward kernel on Hopper, for values of 16 bits. PyTorch's own, for heads of 64 to 128: 64 × 128 in three stages and eight warps.
-_TILES = {
-    "bwd_BLOCK_M1": 64,
-    "bwd_BLOCK_N1": 64,
-    "bwd_BLOCK_M2": 64,
-    "bwd_BLOCK_N2": 64,
-    "bwd_num_stages": 2,
-    "bwd_num_warps": 4,
-}
 
 
 @dataclass(frozen=True)
@@ -145,15 +136,9 @@ def attend(
             # the few tiles of a document's beginning then keep a few multiprocessors busy while the others have nothing left to do.
             key, value = _for_each_query_head(key, query.shape[1]), _for_each_query_head(value, query.shape[1])
         kernel = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-        tiles = _TILES if query.element_size() == 2 and _on_hopper() else None
-        out: torch.Tensor = kernel(query, key, value, block_mask=mask, kernel_options=tiles)
+        out: torch.Tensor = kernel(query, key, value, block_mask=mask)
         return out
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
-
-
-@torch.compiler.assume_constant_result
-def _on_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _for_each_query_head(part: torch.Tensor, heads: int) -> torch.Tensor:

@@ -121,8 +121,8 @@ def train(
 
 def _say_started(report: Reporter, step: int, warm_seconds: float) -> None:
     age = seconds_since_start()
-    text = f"step {step}, the first here, ended {age:.1f} s after this process began; compiling took {warm_seconds:.1f} s of it"
-    report.say(text, "first_step", step=step, seconds=age, compile_seconds=warm_seconds)
+    text = f"step {step}, the first here, ended {age:.1f} s after this process began; the pass without rows before it took {warm_seconds:.1f} s"
+    report.say(text, "first_step", step=step, seconds=age, first_pass_seconds=warm_seconds)
 
 
 def warm_up(trainer: Trainer) -> None:

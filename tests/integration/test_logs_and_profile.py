@@ -79,7 +79,7 @@ def test_every_line_is_an_object_that_says_when_who_and_what(finished: Finished)
     assert all(line["loss"] > 0 and line["tokens_per_second"] > 0 for line in steps)
     first = next(line for line in lines if line.get("event") == "first_step")
     assert first["step"] == 1
-    assert 0 < first["compile_seconds"] < first["seconds"] < 300
+    assert 0 < first["first_pass_seconds"] < first["seconds"] < 300
 
 
 def test_the_parts_log_files_hold_the_same_lines_and_no_control_characters(finished: Finished) -> None:
