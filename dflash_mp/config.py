@@ -111,7 +111,7 @@ class FeedConfig(_Section):
         description="torch.compile the target's layers, on CUDA with a row as one CUDA graph; default: on CUDA only",
     )
     memory_mib: float = Field(
-        8192, gt=0, description="most memory of rows that a feeder holds; two per drafter are used"
+        8192, gt=0, description="most memory of rows that a feeder holds; two or three per drafter are used"
     )
     insecure_no_auth: bool = Field(
         False, description="allow addresses that other hosts can reach, though nothing authenticates who connects"

@@ -21,7 +21,8 @@ from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_row, synthe
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DataError
 from dflash_mp.stream.feeder import FeederService, FeederStatus
-from dflash_mp.stream.feeder_peers import Peer, Peers
+from dflash_mp.stream.feeder_peer import Peer
+from dflash_mp.stream.feeder_peers import Peers
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.messages import Message, Placed, Row
 from dflash_mp.stream.plan import StreamPlan

@@ -22,7 +22,7 @@ from dflash_mp.data.row import RowKey, Split
 from dflash_mp.errors import DflashError
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.feeder import FeederService
-from dflash_mp.stream.feeder_peers import OUTSTANDING
+from dflash_mp.stream.feeder_peer import OUTSTANDING
 from dflash_mp.stream.plan import StreamPlan
 
 _ROOM = 16  # messages that a peer's pipe holds, as in `set_feeder_options`

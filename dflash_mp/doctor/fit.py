@@ -13,7 +13,7 @@ from dflash_mp.doctor.finding import Finding, gib, green, red, yellow
 from dflash_mp.doctor.memory import Memory, drafter_memory, feeder_memory
 from dflash_mp.doctor.target_size import TargetSize
 from dflash_mp.drafter.shape import DrafterShape
-from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER
+from dflash_mp.stream.feeder_peers import MOST_SLOTS
 from dflash_mp.stream.layout import FLOAT_TYPES, RowLayout
 from dflash_mp.stream.memory_limits import left
 from dflash_mp.stream.plan import DataPlan, StreamPlan, TargetInfo
@@ -183,7 +183,7 @@ def _remedy(parts: list[tuple[str, Memory]]) -> str:
 def _host(plans: Plans, gpus: Sequence[Gpu]) -> Finding:
     """Memory of the host at the start, when every feeder loads the target and every rank makes its weights in fp32."""
     config, p = plans.config, plans.shape.parameter_count()
-    one_feeder = min(config.feed.memory_mib * 2**20, SLOTS_PER_PEER * plans.drafters * plans.row_bytes())
+    one_feeder = min(config.feed.memory_mib * 2**20, MOST_SLOTS * plans.drafters * plans.row_bytes())
     feeder_load = FLOAT_TYPES[plans.size.info.dtype].itemsize * plans.size.parameters
     on_cpu = config.target.device == "cpu" or not gpus
     feeder_load = plans.feeder().nbytes if on_cpu else feeder_load

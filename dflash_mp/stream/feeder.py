@@ -26,7 +26,8 @@ from dflash_mp.stream.arrival import ARRIVED, Arrival
 from dflash_mp.stream.codec import printable
 from dflash_mp.stream.counters import FeederCounters, feeder_counters
 from dflash_mp.stream.feeder_io import FeederIo
-from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Job, Peers
+from dflash_mp.stream.feeder_peer import Job
+from dflash_mp.stream.feeder_peers import SLOTS_PER_PEER, Peers
 from dflash_mp.stream.feeder_snapshot import DrafterStatus, Snapshot
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.layout import RowLayout

@@ -21,7 +21,8 @@ from dflash_mp.stream.codec import ProtocolError, printable
 from dflash_mp.stream.connections import Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
 from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
-from dflash_mp.stream.feeder_peers import OUTSTANDING, RING_OUTSTANDING, Peer, Peers
+from dflash_mp.stream.feeder_peer import OUTSTANDING, RING_OUTSTANDING, Peer
+from dflash_mp.stream.feeder_peers import Peers
 from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, refusal
 from dflash_mp.stream.keys import FeederKeys
 from dflash_mp.stream.lane_offers import LaneOffers

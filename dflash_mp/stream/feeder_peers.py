@@ -1,9 +1,10 @@
 """Who a feeder serves, what each has asked for, and where its rows are: the state shared by the feeder's two threads.
 
-Everything here is bounded: a peer may have a few rows asked for and holds at most `SLOTS_PER_PEER` slots of memory, or those of
-its own ring of shared memory, and no more peers are admitted than there is memory for. One that asks for more than it was told breaks the protocol, which the I/O thread
-answers by dropping it. Peers take turns, one row each; a peer's own rows keep its order. A slot is reused when its drafter released
-it or is gone: never because a send was reported done.
+Everything here is bounded: a peer may have a few rows asked for, and holds at most `SLOTS_PER_PEER` slots of memory (`MOST_SLOTS` where
+all drafters of the run, and one more, can), or those of its own ring of shared memory. No more peers are admitted than there is memory
+for. One that asks for more than it was told breaks the protocol, which the I/O thread answers by dropping it. Peers take turns, one
+row each; a peer's own rows keep its order. A slot is reused when its drafter released it or is gone: never because a send was
+reported done.
 
 All methods may be called from either thread. The compute thread waits in `next_job`; nothing else waits.
 """
@@ -13,15 +14,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
-
-import xxhash
 
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.feeder_peer import Job, Peer, Transfer
 from dflash_mp.stream.feeder_snapshot import DrafterStatus, Snapshot, TimeSpent
-from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY
 from dflash_mp.stream.messages import (
     CHUNK_BYTES,
     Get,
@@ -31,81 +30,16 @@ from dflash_mp.stream.messages import (
     Placed,
     Refused,
     Release,
-    Row,
     RowError,
-    RowRequest,
     Weights,
 )
 from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.slots import Slot, SlotPool
 from dflash_mp.stream.weights import WeightsServer
 
-OUTSTANDING = 3  # rows a drafter may ask one feeder for: one waiting, one in the making, one on the wire
-RING_OUTSTANDING = 8  # by shared memory: what is made waits in the drafter's own ring
-SLOTS_PER_PEER = 2  # of which the last two need memory
+SLOTS_PER_PEER = 2  # that are surely there: a row is made while another is sent
+MOST_SLOTS = 3  # where memory allows: one is made, one sent, and one received, whose last bytes are not there yet
 _WEIGHT_REQUESTS = 8
-
-
-@dataclass
-class Transfer:
-    """A row in a slot: being made, then sent from `offset` on, then kept until it is released."""
-
-    request: RowRequest
-    slot: Slot
-    made: bool = False
-    checksum: int = 0
-    offset: int = 0
-    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)  # of the first `summed` bytes
-    summed: int = 0
-
-
-@dataclass(eq=False)
-class Peer:
-    """One drafter on one connection."""
-
-    identity: bytes
-    hello: Hello
-    heard: float
-    ring: Ring | None = None  # of the shared-memory lane; dies with this conversation: nobody else's rows are in it
-    waiting: deque[RowRequest] = field(default_factory=deque)
-    transfers: dict[int, Transfer] = field(default_factory=dict)  # by request
-    ready: deque[Transfer] = field(default_factory=deque)  # made, not wholly sent
-    errors: deque[RowError] = field(default_factory=deque)
-    weights: deque[GetWeights] = field(default_factory=deque)
-    rows: int = 0
-    gone: bool = False
-
-    @property
-    def outstanding(self) -> int:
-        """Rows asked for and not delivered. A row in the peer's own ring is delivered when it has been told where. Read it locked."""
-        held = sum(t.offset == 0 for t in self.transfers.values()) if self.ring else len(self.transfers)
-        return len(self.waiting) + held + len(self.errors)
-
-    @property
-    def most(self) -> int:
-        """Rows that it may ask for at once."""
-        return OUTSTANDING if self.ring is None else RING_OUTSTANDING
-
-    @property
-    def checksummed_whole(self) -> bool:
-        """Whether its rows are checksummed before they are sent: in a ring that nobody else has, only if it asked for that."""
-        return not self.hello.running_checksums if self.ring is None else self.ring.checksums
-
-    @property
-    def lane(self) -> str:
-        return INBAND if self.ring is None else SHARED_MEMORY
-
-
-@dataclass(eq=False)
-class Job:
-    """A row to be made for `peer`."""
-
-    peer: Peer
-    transfer: Transfer
-
-    @property
-    def key(self) -> RowKey:
-        return self.transfer.request.key
 
 
 class Peers:
@@ -146,6 +80,9 @@ class Peers:
             others = len(self._peers) - len(replaced)
             rows = self._rows(replaced, [ring]) + reserved
             if rows > self._pool.capacity:
+                self._take_back()
+                rows = self._rows(replaced, [ring]) + reserved
+            if rows > self._pool.capacity:
                 needed = rows * self._row_bytes / 2**20
                 return Refused(
                     "full",
@@ -155,6 +92,10 @@ class Peers:
             for old in replaced:
                 self._remove(old)
             peer = Peer(identity, hello, time.monotonic(), ring)
+            if ring is None:
+                plenty = MOST_SLOTS * (max(len(self._peers) + 1, hello.world) + 1) <= self._pool.capacity
+                spare = self._pool.capacity - rows
+                peer.slots = self._slots_per_peer + (min(spare, MOST_SLOTS - SLOTS_PER_PEER) if plenty else 0)
             self._peers[identity] = peer
             self._turns.append(peer)
             return None, replaced
@@ -274,14 +215,7 @@ class Peers:
             row = peer.ready[0]
             if peer.ring is not None:
                 return Placed(row.request.request, row.request.key, row.slot.index, row.checksum), None
-            payload = row.slot.view[row.offset : row.offset + CHUNK_BYTES]
-            if peer.hello.running_checksums and row.summed == row.offset:
-                row.digest.update(payload)
-                row.summed, row.checksum = row.offset + len(payload), row.digest.intdigest()
-            header = Row(
-                row.request.request, row.request.key, row.slot.index, row.offset, self._row_bytes, row.checksum
-            )
-            return header, payload
+        return row.frame(self._row_bytes, peer.hello.running_checksums)
 
     def sent(self, peer: Peer, message: Message) -> None:
         """`message`, got from `next_outgoing`, is on its way."""
@@ -352,7 +286,12 @@ class Peers:
     def _slot_for(self, peer: Peer) -> Slot | None:
         if peer.ring is not None:
             return peer.ring.take()
-        return self._pool.take() if len(peer.transfers) < self._slots_per_peer else None
+        return self._pool.take() if len(peer.transfers) < peer.slots else None
+
+    def _take_back(self) -> None:
+        """Let nobody hold more slots than are surely there, but for those held now."""
+        for peer in self._peers.values():
+            peer.slots = min(peer.slots, max(self._slots_per_peer, len(peer.transfers)))
 
     def _give_back(self, peer: Peer, transfer: Transfer) -> None:
         (peer.ring or self._pool).give_back(transfer.slot)
@@ -361,13 +300,14 @@ class Peers:
 
     def _trim(self) -> None:
         """Let go of memory that no peer who is here can use."""
-        self._pool.trim(sum(peer.ring is None for peer in self._peers.values()) * self._slots_per_peer)
+        self._pool.trim(sum(peer.slots for peer in self._peers.values()))
 
     def _rows(self, leaving: list[Peer], joining: list[Ring | None]) -> int:
         """Rows of memory that the peers take up at most, once those `leaving` have left, and others came with these rings, or without one."""
-        rings = [peer.ring for peer in self._peers.values() if peer not in leaving] + joining
+        stay = [peer for peer in self._peers.values() if peer not in leaving]
         used = self._pool.used - sum(len(peer.transfers) for peer in leaving if peer.ring is None)
-        inband = sum(ring is None for ring in rings) * self._slots_per_peer
+        inband = joining.count(None) * self._slots_per_peer + sum(peer.slots for peer in stay)
+        rings = [peer.ring for peer in stay] + joining
         return max(inband, used) + sum(ring.rows for ring in rings if ring is not None)
 
     def _made(self, job: Job) -> None:

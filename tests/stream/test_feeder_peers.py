@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
 from dflash_mp.data.row import RowKey
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError
-from dflash_mp.stream.feeder_peers import OUTSTANDING, RING_OUTSTANDING, Job, Peer, Peers, Transfer
+from dflash_mp.stream.feeder_peer import OUTSTANDING, RING_OUTSTANDING, Job, Peer, Transfer
+from dflash_mp.stream.feeder_peers import Peers
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.shared_memory import Ring
 from dflash_mp.stream.slots import SlotPool
@@ -25,9 +29,9 @@ ROW = RowLayout.of(PLAN).nbytes
 NO_WEIGHTS: WeightsServer = None  # type: ignore[assignment]  # never asked for here
 
 
-def admit(peers: Peers, number: int, ring: Ring | None = None, running: bool = False) -> Peer:
+def admit(peers: Peers, number: int, ring: Ring | None = None, running: bool = False, world: int = 1) -> Peer:
     expects = synthetic_expectations(PLAN)
-    hello = m.Hello(m.VERSION, f"rank {number}", "x", 0, 1, expects, None, (), running_checksums=running)
+    hello = m.Hello(m.VERSION, f"rank {number}", "x", 0, world, expects, None, (), running_checksums=running)
     refused, _ = peers.greet(bytes([number]), hello, ring)
     assert refused is None
     found = peers.find(bytes([number]))
@@ -199,6 +203,56 @@ def test_memory_set_aside_for_rings_is_no_room_for_others() -> None:
     assert refused is not None
     assert refused.code == "full"
     assert peers.greet(b"9", hello, None, reserved=2) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("capacity", "world", "slots"), [(6, 1, 3), (5, 1, 2), (9, 2, 3), (8, 2, 2), (2, 1, 2), (1, 1, 1)]
+)
+def test_a_peer_holds_a_third_row_where_the_whole_run_and_one_drafter_more_could(
+    capacity: int, world: int, slots: int
+) -> None:
+    peers = Peers(SlotPool(capacity, ROW, pin=False), ROW, 8)
+    ask(peers, admit(peers, 0, world=world), 1, 2, 3)
+    assert len(list(iter(lambda: make(peers), None))) == slots
+
+
+def test_third_rows_are_counted_and_given_up_for_a_drafter_that_needs_the_room() -> None:
+    peers = Peers(pool := SlotPool(9, ROW, pin=False), ROW, 8)
+    greedy, second = admit(peers, 0), admit(peers, 1)
+    ask(peers, greedy, 1, 2, 3)
+    assert all(make(peers) for _ in range(3))
+    assert peers.rows_in_use("") == 6
+    assert admit(peers, 2).slots == 2  # three more would leave a fourth drafter no room for as many
+    assert (second.slots, peers.rows_in_use("")) == (3, 8)
+    hello = m.Hello(m.VERSION, "rank 3", "x", 0, 1, synthetic_expectations(PLAN), None, ())
+    assert peers.greet(b"3", hello) == (None, [])
+    assert (greedy.slots, second.slots, peers.rows_in_use("")) == (3, 2, 9)  # three are held
+    refused, _ = peers.greet(b"4", replace(hello, peer="rank 4"))
+    assert refused is not None
+    ask(peers, second, 1, 2, 3)
+    assert len(list(iter(lambda: make(peers), None))) == 2
+    peers.remove(greedy)
+    assert pool.made <= 6
+
+
+def test_nothing_waits_while_a_checksum_is_taken() -> None:
+    peers = Peers(SlotPool(2, ROW, pin=False), ROW, 8)
+    ask(peers, peer := admit(peers, 0, running=True), 1)
+    job = make(peers)
+    assert job is not None
+
+    class Digest:
+        def update(self, data: object) -> None:
+            other = threading.Thread(target=peers.next_job, args=(0,), daemon=True)
+            other.start()
+            other.join(5)
+            assert not other.is_alive()
+
+        def intdigest(self) -> int:
+            return 1
+
+    job.transfer.digest = cast("xxhash.xxh3_64", Digest())
+    assert len(send_all(peers, peer)) == 1
 
 
 def test_a_peer_may_ask_for_more_rows_where_they_wait_in_its_own_ring() -> None:

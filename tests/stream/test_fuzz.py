@@ -19,7 +19,8 @@ from dflash_mp.stream.client_io import ClientIo
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.feeder_io import FeederIo
-from dflash_mp.stream.feeder_peers import Peer, Peers
+from dflash_mp.stream.feeder_peer import Peer
+from dflash_mp.stream.feeder_peers import Peers
 from dflash_mp.stream.window import Request, Window
 
 PLAN = synthetic_plan(row_tokens=16, hidden_size=16)
