@@ -7,6 +7,7 @@ being made. An error is raised where the result is asked for; whatever is under 
 from __future__ import annotations
 
 import importlib
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dflash_mp.drafter.model import DraftModel
     from dflash_mp.drafter.trainer import Trainer
 
+_SWITCH_SECONDS = 0.0005  # for how long importing keeps the interpreter from the thread that receives: each chunk needs it several times
+
 
 class Preparation:
     """Of one rank, which has joined the others: make it then, as imports must not meet those that joining may cause. Use it with `with`.
@@ -31,6 +34,8 @@ class Preparation:
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config, self._world = config, world
+        self._usual_interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         self._threads = ThreadPoolExecutor(2, "prepare")
         self._state = self._threads.submit(importlib.import_module, "dflash_mp.drafter.state")
         self._compiler = self._threads.submit(self._import_compiler)
@@ -51,6 +56,7 @@ class Preparation:
             raise RuntimeError("begin_model first")
         model = self._model.result()
         self._compiler.result()
+        self._end()
         trainer: Trainer = self.state().build_trainer(
             self._config, self._plan, weights.embedding, weights.head, source, self._world, resume, model
         )
@@ -62,7 +68,12 @@ class Preparation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Once all is done, or isn't needed; later calls do nothing."""
         self._threads.shutdown(cancel_futures=True)
+        sys.setswitchinterval(self._usual_interval)
 
     def _import_compiler(self) -> ModuleType | None:
         """After all else, which takes less time and is needed first."""

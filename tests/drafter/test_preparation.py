@@ -65,6 +65,15 @@ def test_after_an_error_elsewhere_no_thread_is_left(config: RunConfig, monkeypat
     assert _threads() == []
 
 
+def test_threads_take_turns_as_usual_once_the_trainer_is_there(config: RunConfig) -> None:
+    usual = sys.getswitchinterval()
+    with Preparation(config, WORLD) as preparation:
+        assert sys.getswitchinterval() < usual / 2
+        preparation.begin_model(PLAN, resumed=False)
+        preparation.trainer(FROZEN, SyntheticRows(), None)
+        assert sys.getswitchinterval() == usual
+
+
 def test_a_rank_connects_before_the_compiler_is_imported() -> None:
     code = "import sys, dflash_mp.drafter.rank; print({'torch', 'torch._dynamo', 'sympy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
