@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 _IDLE_SHARE = 0.05  # of one processor
@@ -27,36 +28,63 @@ class HangWatch:
 
     def __init__(self, quiet_seconds: float) -> None:
         self._quiet = quiet_seconds
-        self._samples = deque([(time.monotonic(), processor_seconds())])  # one from before the last `quiet_seconds`
+        self._seen, self._used = processor_time(), 0.0
+        self._samples = deque([(time.monotonic(), 0.0)])  # one from before the last `quiet_seconds`
 
     def hung(self, last_event: float) -> bool:
         """Whether nothing has happened, and nothing was computed, in the last `quiet_seconds`."""
         now = time.monotonic()
         if now - self._samples[-1][0] >= min(_SAMPLE_SECONDS, self._quiet):
-            self._samples.append((now, processor_seconds()))
+            self._samples.append((now, self._used_until_now()))
         while len(self._samples) > 1 and now - self._samples[1][0] >= self._quiet:
             self._samples.popleft()
         since, used = self._samples[0]
         if now - max(since, last_event) < self._quiet:
             return False
-        return processor_seconds() - used < _IDLE_SHARE * (now - since)
+        return self._used_until_now() - used < _IDLE_SHARE * (now - since)
+
+    def _used_until_now(self) -> float:
+        """Processor seconds used since this watch was made."""
+        now = processor_time()
+        self._used += now.since(self._seen)
+        self._seen = now
+        return self._used
 
 
-def processor_seconds() -> float:
-    """User and system time of this process and of its descendants, those included that have ended and were waited for."""
-    children: dict[int, list[tuple[int, int]]] = {}
+@dataclass(frozen=True)
+class ProcessorTime:
+    """User and system seconds of this process and of its descendants."""
+
+    total: float  # those included that have ended and were waited for by one of them
+    alive: dict[int, float]  # by pid, without any that have ended
+
+    def since(self, before: ProcessorTime) -> float:
+        """Seconds used since `before`, never negative.
+
+        What ended and was waited for by a stranger, or by nobody, leaves the total with all that it ever used; what the living have used since
+        then counts nevertheless.
+        """
+        grown = sum(max(0.0, seconds - before.alive.get(pid, 0.0)) for pid, seconds in self.alive.items())
+        return max(self.total - before.total, grown)
+
+
+def processor_time() -> ProcessorTime:
+    """As it is now: a look through /proc, a few milliseconds."""
+    children: dict[int, list[tuple[int, list[int]]]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:  # it ended meanwhile
             continue
-        children.setdefault(int(fields[1]), []).append((int(file.parent.name), sum(map(int, fields[11:15]))))
-    ticks, parents, own = 0, [os.getpid()], os.times()
+        children.setdefault(int(fields[1]), []).append((int(file.parent.name), [int(ticks) for ticks in fields[11:15]]))
+    me, own = os.getpid(), os.times()
+    total, alive, parents = sum(own[:4]), {me: own.user + own.system}, [me]
     while parents:
-        for child, used in children.get(parents.pop(), ()):
+        for child, ticks in children.get(parents.pop(), ()):
             parents.append(child)
-            ticks += used
-    return own.user + own.system + own.children_user + own.children_system + ticks / _TICKS
+            total += sum(ticks) / _TICKS
+            alive[child] = sum(ticks[:2]) / _TICKS
+    return ProcessorTime(total, alive)
 
 
 def stacks(of: Callable[[str], bool]) -> dict[str, str]:
