@@ -305,7 +305,10 @@ def _routing(module: types.ModuleType, names: set[str], holder: threading.local)
 
 
 class _LikeItsBase(type):
-    """Classes that equal what they derive from. Up to 2.11 Dynamo traces `from m import f` only where m's class equals `ModuleType`."""
+    """Classes that equal what they derive from. Up to 2.11 Dynamo traces `from m import f` only where m's class equals `ModuleType`.
+
+    2.13 asks for a subclass, which such a class is, too, so that equality changes nothing there: it is not made to depend on the version.
+    """
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other == cls.__base__
