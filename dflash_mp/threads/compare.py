@@ -28,7 +28,8 @@ from dflash_mp.threads.log import DrafterLog, log_file, read_log
 from dflash_mp.threads.work import Work
 
 PROCESSES = "processes"
-IMPORTED, READY = b"imported\n", b"ready\n"  # what a worker says, and waits then for a line
+IMPORTED, READY = b"imported", b"ready"  # lines that a worker says, and waits then for a line
+_CHUNK = 1 << 16
 _DUMP_SECONDS = 3.0
 _TAIL_CHARACTERS = 1500
 
@@ -48,7 +49,7 @@ class ModeResult:
     """What one mode did. `logs` by drafter number; `outcomes` of its processes, None for one that was killed or could not begin."""
 
     mode: str
-    start_seconds: float  # until all processes were ready
+    start_seconds: float  # from its turn until all its processes were ready; the first mode's contain its imports
     seconds: float
     logs: dict[int, DrafterLog]
     outcomes: list[dict[str, Any] | None]
@@ -136,7 +137,7 @@ class _Fleet:
 
 def _run_mode(fleet: _Fleet, following: _Fleet | None) -> ModeResult:
     """Run one mode to its end, or to a kill. Before it begins, the processes of the `following` one have imported what they need."""
-    started, failure, work, limits = time.monotonic(), "", fleet.work, fleet.limits
+    work, limits, started, failure = fleet.work, fleet.limits, time.monotonic(), ""
     try:
         fleet.start()
         for worker in fleet.workers:
@@ -146,8 +147,9 @@ def _run_mode(fleet: _Fleet, following: _Fleet | None) -> ModeResult:
             following.start()
         for worker in fleet.workers:
             worker.await_line(READY, started + limits.ready)
+        ready = time.monotonic()
         for worker in following.workers if following is not None else ():
-            worker.await_import(started + limits.ready)
+            worker.await_import(ready + limits.ready)
         begun = time.monotonic()
         for worker in fleet.workers:
             worker.go()
@@ -155,7 +157,7 @@ def _run_mode(fleet: _Fleet, following: _Fleet | None) -> ModeResult:
         for worker in fleet.workers:
             worker.await_end(begun + allowed)
     except DflashError as error:
-        begun, failure = time.monotonic(), str(error)
+        ready, failure = time.monotonic(), str(error)
     finally:
         fleet.end(following.workers if following is not None else [])
     workers, places = fleet.workers, [worker.directory for worker in fleet.workers]
@@ -166,7 +168,7 @@ def _run_mode(fleet: _Fleet, following: _Fleet | None) -> ModeResult:
     logs = {n: read_log(log_file(place, n)) for group, place in zip(fleet.groups, places, strict=True) for n in group}
     return ModeResult(
         mode=fleet.mode,
-        start_seconds=begun - started,
+        start_seconds=ready - started,
         seconds=_seconds(outcomes, logs),
         logs=logs,
         outcomes=outcomes,
@@ -190,7 +192,8 @@ class Worker:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / "outcome.json", directory / "stacks.txt", *directory.glob("drafter-*.jsonl")):
             old.unlink(missing_ok=True)
-        self.directory, self.killed, self._said, self._failure = directory, False, set[bytes](), ""
+        self.directory, self.killed, self._failure = directory, False, ""
+        self._said, self._unfinished = set[bytes](), b""
         with (directory / "output.txt").open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -212,9 +215,7 @@ class Worker:
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while line not in self._said and selector.select(max(0.0, deadline - time.monotonic())):
-                said = stdout.readline()
-                self._said.add(said)
-                if not said:
+                if not self._hear(stdout.fileno()):
                     self._process.wait(_DUMP_SECONDS)
                     if (self.directory / "outcome.json").exists():
                         return  # it hung in its first pass, and has said so
@@ -224,6 +225,13 @@ class Worker:
             self.kill()
             self._failure = "a process did not get ready in time"
             raise DflashError(self._failure)
+
+    def _hear(self, stdout: int) -> bool:
+        """Take what is there, whole lines or not: what a buffer holds back, a selector does not see. False at the end of its output."""
+        said = os.read(stdout, _CHUNK)
+        *lines, self._unfinished = (self._unfinished + said).split(b"\n")
+        self._said.update(lines)
+        return bool(said)
 
     def await_import(self, deadline: float) -> None:
         """Wait until it has imported what it needs; when it can't, that is told when its turn comes."""

@@ -1,12 +1,13 @@
 """What a comparison found: figures per mode, as a table, as JSON and as a picture.
 
 Losses are compared step by step and drafter by drafter with those of the processes, over the steps that both completed: bit for bit, with
-the largest difference when they are not the same. A mode may complete fewer steps than the processes and still have the same losses.
+the largest relative difference when they are not the same. A mode may complete fewer steps than the processes and still have the same losses.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 from collections import Counter
@@ -85,24 +86,40 @@ def figures_of(result: ModeResult, reference: ModeResult | None) -> Figures:
 
 
 def compare_losses(result: ModeResult, reference: ModeResult | None) -> str:
-    """How the losses of two modes relate, in a few words."""
+    """How the losses of two modes relate, in a few words.
+
+    Where they are not the same: the lowest step that differs, and the largest difference relative to the reference's loss, with its place.
+    """
     if reference is None:
         return "no processes to compare with"
     if result.mode == reference.mode:
         return "the reference"
-    common, worst, first = 0, 0.0, ""
+    differences: dict[tuple[int, int], float] = {}  # by step and drafter
     for number, log in result.logs.items():
         there = {step.step: step.loss for step in reference.logs[number].steps}
         for step in log.steps:
             if step.step in there:
-                common += 1
-                difference = abs(step.loss - there[step.step]) / max(abs(there[step.step]), 1e-30)
-                if difference != 0.0 and not first:
-                    first = f"drafter {number}, step {step.step}"
-                worst = max(worst, difference)
-    if not common:
+                differences[step.step, number] = _relative(step.loss, there[step.step])
+    if not differences:
         return "no step in common"
-    return f"same bits in {common} steps" if not first else f"differ by up to {worst:.1e} from {first} on"
+    apart = [place for place, difference in differences.items() if difference]
+    if not apart:
+        return f"same bits in {len(differences)} steps"
+    worst = max(apart, key=differences.__getitem__)
+    return f"differ from {_place(min(apart))} on, by up to {differences[worst]:.1e} ({_place(worst)})"
+
+
+def _relative(loss: float, reference: float) -> float:
+    """0 only for the same number; infinite when one of them is no number."""
+    if loss == reference or (math.isnan(loss) and math.isnan(reference)):
+        return 0.0
+    difference = abs(loss - reference) / max(abs(reference), 1e-30)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _place(place: tuple[int, int]) -> str:
+    step, number = place
+    return f"drafter {number}, step {step}"
 
 
 def all_figures(results: Sequence[ModeResult]) -> list[Figures]:
@@ -169,7 +186,7 @@ def heading(work: Work, results: Sequence[ModeResult]) -> str:
     found = {
         k: v for result in results for outcome in result.outcomes if outcome for k, v in outcome["devices"].items()
     }
-    names = [found.get(device, "an unknown GPU") for device in dict.fromkeys(work.devices)]
+    names = [found.get(device, _unnamed(device)) for device in dict.fromkeys(work.devices)]
     lengths = f"{work.vary:.0%} of the micro-batches of another length" if work.vary else "fixed lengths"
     until = f"{work.seconds:g} s per mode" if work.seconds else f"{work.config.train.steps} steps per drafter"
     options = work.config.train
@@ -178,6 +195,11 @@ def heading(work: Work, results: Sequence[ModeResult]) -> str:
         f"{work.backend}, checkpointing {'on' if options.gradient_checkpointing else 'off'}, {lengths}, {until}; "
         f"dflash-mp {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
     )
+
+
+def _unnamed(device: str) -> str:
+    """A device that no process has named, because none came to an end."""
+    return "CPU" if torch.device(device).type == "cpu" else "an unknown GPU"
 
 
 def remove(directory: Path) -> None:

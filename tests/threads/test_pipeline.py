@@ -30,7 +30,6 @@ from dflash_mp.threads.compare import PROCESSES, READY, Limits, ModeResult, Work
 from dflash_mp.threads.guards import GUARDS, Guard
 from dflash_mp.threads.log import DrafterLog, LogWriter, Step, log_file, read_log
 from dflash_mp.threads.pipeline import run_threads
-from dflash_mp.threads.report import compare_losses
 from dflash_mp.threads.work import SCALES, Work, synthetic_work
 
 
@@ -170,13 +169,6 @@ def test_a_comparison_that_is_stopped_leaves_the_modes_that_have_ended(
     assert [mode["mode"] for mode in json.loads((tmp_path / "compare.json").read_text())["modes"]] == modes[:2]
     assert "| full-lock | 2 |" in (tmp_path / "compare.md").read_text()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["compare.json", "compare.md", "work.json"]
-
-
-def test_losses_are_compared_bit_by_bit_over_the_steps_in_common() -> None:
-    reference = result(PROCESSES, 3.0, 2.0, 1.0)
-    assert compare_losses(result("shim", 3.0, 2.0), reference) == "same bits in 2 steps"
-    assert compare_losses(result("none", 3.0, 2.5), reference) == "differ by up to 2.5e-01 from drafter 0, step 2 on"
-    assert compare_losses(result("none"), reference) == "no step in common"
 
 
 def test_a_process_that_ignores_everything_is_dumped_and_killed_with_its_children(tmp_path: Path) -> None:
