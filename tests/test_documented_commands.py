@@ -87,6 +87,10 @@ NOT_RUN = (
     (r"train\.precision=", "the run above in fp8; tests/drafter/test_fp8_training.py trains with it"),
     (r"stream\.wire_dtype=", "the run above with other rows; tests/integration/test_rows_in_fp8.py runs it"),
     (r"-c compare\.yaml", "minutes; the session runs the same commands"),
+    (
+        r"-c configs/quickstart\.yaml",
+        "minutes; launchers/quickstart.sh runs it, tests/integration/test_same_bits.py other numbers of ranks",
+    ),
     (r"configs/embedded-h200\.yaml", "for a GPU; the session runs the same commands"),
     (r"_DFLASH_MP_COMPLETE", "for a shell's start-up file; tests/test_cli.py asks for each script"),
     (r"--profile|--log-format| -q\b", "tests/integration/test_logs_and_profile.py runs it"),
