@@ -82,6 +82,7 @@ class FeederIo:
             if keys is not None:
                 secure_feeder(self._router, keys)
             self.endpoint = bind(self._router, endpoint, insecure_no_auth, keys is not None)
+            self._connections.listens(self.endpoint)
         except BaseException:
             self._end(linger_ms=0)
             raise
@@ -118,6 +119,7 @@ class FeederIo:
 
     def _end(self, linger_ms: int) -> None:
         self._gate.close()
+        self._connections.close()
         self._context.destroy(linger=linger_ms)
 
     # -- the thread ---------------------------------------------------------------------------------------------------------------

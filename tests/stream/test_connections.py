@@ -18,6 +18,7 @@ from test_stream import ipc
 
 from dflash_mp.bench import zmtp
 from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_weights
+from dflash_mp.stream import connections as connections_module
 from dflash_mp.stream.connections import Connections
 from dflash_mp.stream.endpoints import widen
 from dflash_mp.stream.feeder import FeederService
@@ -26,6 +27,7 @@ from dflash_mp.stream.keys import DrafterKeys, keygen
 PLAN = synthetic_plan()
 CUT = "cut off a connection"
 MIB = 2**20
+KIB64 = 65536
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -61,8 +63,9 @@ def test_a_message_that_never_ends_is_cut_off_and_disturbs_nobody(feeder: Feeder
         rows = take_all(client, keys(0, 40))
         next(rows)
         before = feeder.look()[2]
-        assert sent_until_cut_off(feeder.endpoint, zmtp.frame(b"x", more=True) * 20_000) < 64 * MIB
-        assert feeder.look()[2] - before < 2048 * MIB
+        most_sent, most_growth = (16, 64) if feeder.endpoint.startswith("tcp") else (64, 2048)
+        assert sent_until_cut_off(feeder.endpoint, zmtp.frame(b"x", more=True) * 20_000) < most_sent * MIB
+        assert feeder.look()[2] - before < most_growth * MIB
         assert len(list(rows)) == 39
         assert client.stats.reasked == 0
     assert said(tmp_path / "log") == 1
@@ -144,58 +147,198 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
+Pair = tuple[socket.socket, socket.socket]
+
+
+@contextlib.contextmanager
+def accepted_by(connections: Connections, listener: socket.socket, count: int) -> Iterator[list[Pair]]:
+    """So many connections, as what the sender has and what was accepted."""
+    with contextlib.ExitStack() as opened:
+        pairs = []
+        for _ in range(count):
+            near = opened.enter_context(socket.create_connection(listener.getsockname()))
+            far = opened.enter_context(listener.accept()[0])
+            connections.accepted(far.fileno())
+            pairs.append((near, far))
+        yield pairs
+
+
+def bring(pair: Pair, nbytes: int) -> None:
+    """Send, and read as libzmq would."""
+    pair[0].sendall(bytes(nbytes))
+    while nbytes:
+        nbytes -= len(pair[1].recv(nbytes))
+
+
+def looks(connections: Connections, seconds: float = 0.15) -> int:
+    """How many were cut off within a while that has several looks."""
+    end, cut = time.monotonic() + seconds, connections.cut
+    while time.monotonic() < end:
+        connections.look()
+        time.sleep(0.001)
+    return connections.cut - cut
+
+
 def test_what_a_new_connection_sends_before_the_first_look_counts(listener: socket.socket) -> None:
     connections = Connections(tcp=True, silent_seconds=60)
-    with socket.create_connection(listener.getsockname()) as sender:
-        accepted, _ = listener.accept()
-        with accepted:
-            connections.accepted(accepted.fileno())
-            sender.settimeout(30)
-            sent = 0
-            while sent <= MIB:
-                sent += sender.send(b"x" * 65536)
-                accepted.recv(65536)
-            time.sleep(0.03)  # looks are 0.02 s apart
-            assert connections.look() == 1
-        assert _hung_up(sender)
+    with accepted_by(connections, listener, 1) as (pair,):
+        bring(pair, 2 * KIB64 + 1)
+        time.sleep(0.03)
+        assert connections.look() == 1
+        assert _hung_up(pair[0])
 
 
-def test_a_new_connection_is_cut_off_at_a_glance_and_what_it_sent_is_thrown_away(listener: socket.socket) -> None:
+def test_what_came_and_was_read_before_a_connection_was_told_of_counts(listener: socket.socket) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with socket.create_connection(listener.getsockname()) as near, listener.accept()[0] as far:
+        bring((near, far), 2 * KIB64 + 1)
+        connections.accepted(far.fileno())
+        assert looks(connections) == 1
+
+
+@pytest.mark.parametrize("spoke", [False, True])
+def test_one_that_sends_without_end_is_cut_off_within_milliseconds_and_what_it_sent_is_thrown_away(
+    listener: socket.socket, spoke: bool
+) -> None:
     connections = Connections(tcp=True, silent_seconds=60)
     idle_seconds = connections.look_seconds
-    with socket.create_connection(listener.getsockname()) as sender:
-        accepted, _ = listener.accept()
-        with accepted:
-            connections.accepted(accepted.fileno())
-            assert connections.look_seconds < idle_seconds / 4
-            connections._looked = time.monotonic() + 3600  # glances only
-            sender.settimeout(0.2)
-            sent = 0
-            with contextlib.suppress(TimeoutError):
-                while sent <= MIB:
-                    sent += sender.send(b"x" * 65536)
-                    accepted.recv(16384)
-            until(lambda: connections.look() == 1, seconds=0.5)
-            assert accepted.recv(1) == b""
+    with accepted_by(connections, listener, 1) as (pair,):
+        assert connections.look_seconds < idle_seconds / 4
+        if spoke:
+            connections.heard(pair[1].fileno())
+            until(lambda: connections.look_seconds == idle_seconds or bool(connections.look()))
+            bring(pair, KIB64 + 1)
+            until(lambda: connections.look_seconds < idle_seconds / 4 or bool(connections.look()), seconds=0.5)
+        pair[0].settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(16):
+                pair[0].sendall(bytes(KIB64))
+                pair[1].recv(16384)
+        until(lambda: connections.look() == 1, seconds=0.5)
+        assert pair[1].recv(1) == b""
+        assert _hung_up(pair[0])
+        looks(connections)
         assert connections.look_seconds == idle_seconds
-        assert _hung_up(sender)
 
 
-def test_glances_leave_a_connection_alone_that_brings_whole_messages(listener: socket.socket) -> None:
+def test_one_that_sends_without_end_is_found_among_many_that_bring_messages_all_the_time(
+    listener: socket.socket,
+) -> None:
     connections = Connections(tcp=True, silent_seconds=60)
-    with socket.create_connection(listener.getsockname()) as sender:
-        accepted, _ = listener.accept()
-        with accepted:
-            connections.accepted(accepted.fileno())
-            for _ in range(100):
-                sender.sendall(b"x" * 65536)
-                received = 0
-                while received < 65536:
-                    received += len(accepted.recv(65536))
-                connections.heard(accepted.fileno())
-                time.sleep(0.002)
-                assert connections.look() == 0
+    with accepted_by(connections, listener, 100) as (endless, *others):
+        looks(connections)
+        bring(endless, 2 * KIB64 + 1)
+        for _ in range(100):
+            for pair in others:
+                bring(pair, 10)
+                connections.heard(pair[1].fileno())
+            connections.look()
+        assert connections.cut == 1
+        assert _hung_up(endless[0])
+
+
+def test_a_look_asks_about_those_to_which_something_came_and_about_few_others(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with accepted_by(connections, listener, 50) as (one, *_):
+        looks(connections)
+        asked: list[int] = []
+        received = connections_module._received
+        monkeypatch.setattr(connections_module, "_received", lambda number: received((asked.append(number), number)[1]))
+        looks(connections)
+        assert len(asked) < 100, "a few in turn: all 50 each time would be several hundred"
+        asked.clear()
+        bring(one, 10)
+        time.sleep(0.03)
+        connections.look()
+        assert one[1].fileno() in asked
+        assert len(asked) < 20
+
+
+@pytest.mark.parametrize("spoke", [False, True])
+def test_of_those_that_park_unfinished_messages_the_largest_go(listener: socket.socket, spoke: bool) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with accepted_by(connections, listener, 40) as pairs:
+        looks(connections)
+        for index, pair in enumerate(pairs):
+            bring(pair, 1000 if index < 5 else 2 * KIB64 - 1 - index)
+            if spoke:  # before what came then
+                connections.heard(pair[1].fileno())
+        looks(connections)
+        assert connections.cut == 20, "35 parked 4.3 MiB; 15 of them may park 2 MiB"
+        assert not any(_hung_up(near) for near, _ in pairs[:5])
+        assert connections._held == sum(
+            each.held for each in [*connections._new.values(), *connections._spoke.values()]
+        )
+
+
+def test_what_was_parked_counts_no_longer_when_its_message_has_come_or_its_connection_has_gone(
+    listener: socket.socket,
+) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with accepted_by(connections, listener, 30) as pairs:
+        for pair in pairs:
+            bring(pair, 100_000)
+        looks(connections)
+        assert connections._held == 3_000_000
+        for _, far in pairs[:20]:
+            connections.heard(far.fileno())
+        assert connections._held == 1_000_000
+        for near, far in pairs[20:]:
+            near.sendall(b"x")
+            connections._due[far.fileno()] = None
+            far.close()
+        assert looks(connections) == 0
+        assert connections._held == 0
+        assert len(connections) == 20
+
+
+def test_looks_leave_a_connection_alone_that_brings_whole_messages(listener: socket.socket) -> None:
+    connections = Connections(tcp=True, silent_seconds=60)
+    with accepted_by(connections, listener, 1) as (pair,):
+        for _ in range(100):
+            bring(pair, KIB64)
+            connections.heard(pair[1].fileno())
+            time.sleep(0.002)
+            assert connections.look() == 0
         assert len(connections) == 1
+
+
+def test_a_descriptor_that_is_another_socket_when_the_feeder_hears_of_it_is_left_alone(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    port, path = listener.getsockname()[1], tmp_path / "s"
+    unix = socket.socket(socket.AF_UNIX)
+    elsewhere = socket.create_server(("127.0.0.1", 0))
+    innocent, far = socket.socketpair()
+    client = socket.create_connection(elsewhere.getsockname())
+    unix.bind(str(path))
+    unix.listen()
+    mine = socket.socket(socket.AF_UNIX)
+    mine.connect(str(path))
+    accepted = unix.accept()[0]
+    with (
+        unix,
+        elsewhere,
+        innocent,
+        far,
+        client,
+        mine,
+        accepted,
+        accepted_by(Connections(tcp=True, silent_seconds=60), listener, 1) as (pair,),
+    ):
+        for endpoint, its in ((f"tcp://127.0.0.1:{port}", pair[1]), (f"ipc://{path}", accepted)):
+            connections = Connections(tcp=endpoint.startswith("tcp"), silent_seconds=0.3)
+            connections.listens(endpoint)
+            for each in (innocent, client, pair[0], mine, far):
+                connections.accepted(each.fileno())
+            connections.accepted(1 << 20)
+            assert len(connections) == 0
+            connections.accepted(its.fileno())
+            assert len(connections) == 1
+            assert looks(connections, 1.0) == 1
+        assert not _hung_up(far)
 
 
 def test_of_too_many_those_that_never_spoke_go_first(listener: socket.socket) -> None:
