@@ -1,7 +1,7 @@
 """`dflash-mp bench hostile`: a legitimate run beside hostile peers, against the same run alone.
 
 A feeder whose rows take a fixed time to make (a sleep: a GPU's work, not this machine's) serves an honest drafter by tcp or ipc, each byte of whose rows
-is compared. A third process attacks the feeder in one way at a time. Short windows with and without the attack take turns within one
+is compared. A third process attacks the feeder in one way at a time; connections that say nothing are as many as the feeder keeps. Short windows with and without the attack take turns within one
 run and the median of their ratios counts, so other work on the machine touches both alike; the attacker's own CPU time is in
 the result. Fails with `DflashError` when a row is wrong or late, or the feeder dies.
 """
@@ -28,10 +28,11 @@ from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError
 from dflash_mp.process import die_with_parent
 from dflash_mp.stream import messages as m
+from dflash_mp.stream.connections import most_connections
 from dflash_mp.stream.plan import StreamPlan
 
 _SECONDS_PER_ROW = 0.004
-_IDLE_CONNECTIONS = 1000
+_CONNECTIONS = most_connections()  # as many as the feeder keeps, which was given the same limit of files
 _PAUSE = 0.001  # between two attempts
 GOAL = 0.9
 
@@ -291,6 +292,6 @@ ATTACKS: dict[str, Attack] = {
     "replays": _replays,
     "drafters that come and go": _guests,
     "a peer that never reads": _never_reads,
-    "a thousand idle connections": _connections(zmtp.dealer, _IDLE_CONNECTIONS),
-    "a thousand half handshakes": _connections(_half_open, _IDLE_CONNECTIONS),
+    "idle connections": _connections(zmtp.dealer, _CONNECTIONS),
+    "half handshakes": _connections(_half_open, _CONNECTIONS),
 }
