@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _READS_PER_ROUND = 8
 _WEIGHT_REQUESTS = 4
 _BYE_SECONDS = 1.0
+_OLDER = "this feeder may be older than this drafter: update feeders first"
 _STARVING_POLL_MS = 20  # while the trainer waits and some feeder has nothing to do
 
 
@@ -287,7 +288,8 @@ class ClientIo:
             return
         self.errors["feeder_refused"] += 1
         verb = "" if refusal.code == "key" else " refused"
-        error = StreamError(f"{self._who}: {link.endpoint}{verb}: {refusal.reason}", refusal.remedy)
+        remedy = _OLDER if refusal.code == "malformed" and link.state == "greeting" else ""
+        error = StreamError(f"{self._who}: {link.endpoint}{verb}: {refusal.reason}", refusal.remedy or remedy)
         if refusal.code == "replaced" or (self._connecting and refusal.code != "full"):
             raise error
         if link.refusal is None or link.refusal.reason != refusal.reason:

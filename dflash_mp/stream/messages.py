@@ -8,7 +8,7 @@ Fields marked LATER came after version 1 was first spoken. A feeder sends them o
 served as before; a drafter needs a feeder that is at least as new as itself.
 
 The conversation: Hello → Welcome or Refused; then, at any time, Get → Row… or Placed or RowError per row asked, Release when a row's
-chunks have all been read, or a placed row is needed no longer; GetWeights → Weights; Ping → Pong; Bye from either side, answered by Bye.
+chunks have all arrived, or a placed row is needed no longer; GetWeights → Weights; Ping → Pong; Bye from either side, answered by Bye.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class RowError:
 
 @dataclass(frozen=True)
 class Release:
-    """Drafter: all chunks of this request have been read, or its row in the ring is needed no longer: the slot is free again."""
+    """Drafter: all chunks of this request have arrived, or its row in the ring is needed no longer: the slot is free again."""
 
     request: Count
     slot: Count

@@ -127,3 +127,15 @@ def test_an_offer_that_does_not_fit_is_not_accepted(welcome: m.Message, tmp_path
                 client.connect()
     finally:
         liar.close()
+
+
+@pytest.mark.parametrize(("code", "remedy"), [("malformed", "update feeders first"), ("run", "")])
+def test_a_feeder_that_does_not_understand_hello_may_be_older(tmp_path: Path, code: m.RefusalCode, remedy: str) -> None:
+    refusal = m.Refused(code, "HELLO has an unknown key running_checksums")
+    liar = Liar(ipc(tmp_path), lambda request: [], refusal)
+    try:
+        with client_of([ipc(tmp_path)], PLAN) as client, pytest.raises(StreamError, match="unknown key") as caught:
+            client.connect()
+        assert caught.value.remedy.endswith(remedy) if remedy else not caught.value.remedy
+    finally:
+        liar.close()
