@@ -328,7 +328,7 @@ def _feed(pipe: Connection, endpoint: str, plan: StreamPlan, name: str) -> None:
             torch.cuda.set_device(device)  # a thread has its own
         service.serve(compute, stop, 1e9)
 
-    memory = (_window_rows(nbytes) + 2 * _SLOTS) * nbytes / 2**20
+    memory = 2 * (_window_rows(nbytes) + _SLOTS) * nbytes / 2**20  # two drafters: a ring may have half
     with FeederService(endpoint, plan, synthetic_weights(plan), run=RUN, memory_mib=memory, pin=cuda) as service:
         serving = threading.Thread(target=serve)
         serving.start()
