@@ -245,7 +245,12 @@ def test_a_look_asks_about_those_to_which_something_came_and_about_few_others(
         looks(connections)
         asked: list[int] = []
         received = connections_module._received
-        monkeypatch.setattr(connections_module, "_received", lambda number: received((asked.append(number), number)[1]))
+
+        def ask(number: int) -> int | None:
+            asked.append(number)
+            return received(number)
+
+        monkeypatch.setattr(connections_module, "_received", ask)
         looks(connections)
         assert len(asked) < 100, "a few in turn: all 50 each time would be several hundred"
         asked.clear()
