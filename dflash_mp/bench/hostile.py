@@ -104,6 +104,7 @@ def _measure(
         while not attacker.poll(0):  # its end is not the window's business, but rows go on
             drafter.take()
         effect.attempts += attacker.recv()
+        drafter.rate(seconds / 2)  # meanwhile the feeder closes what the attack had opened
         effect.alone.append((first + drafter.rate(seconds / 2)) / 2)
     return effect
 
