@@ -11,6 +11,8 @@ passwords in addresses, are replaced by `***` in whatever is logged. Costs some 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -132,6 +134,23 @@ class _Handler(_StreamHandler):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return self._out or sys.stderr
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A terminal that hung up and a pipe whose reader ended get nothing more; other errors are told as logging does."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE):
+            to_nowhere(self.stream)
+        else:
+            super().handleError(record)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Let `stream`, whose reader is gone, write to /dev/null. What it has buffered would fail again, at the latest when the process ends, and
+    make its exit code 120."""
+    with contextlib.suppress(OSError):  # a stream without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class _TextFormatter(logging.Formatter):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import sys
 import time
@@ -172,12 +171,7 @@ class View:
 
     def _switch_off(self, error: OSError) -> None:
         self._on = False
-        with contextlib.suppress(OSError):  # a stream without a descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(
-                nowhere, self._out.fileno()
-            )  # what is buffered would fail again, at the latest when the process ends
-            os.close(nowhere)
+        logs.to_nowhere(self._out)
         with contextlib.suppress(OSError):  # of that same stream
             self._view.__exit__()
         log.warning("the run goes on, but shows nothing more: %s; logs are in RUN/logs", error)

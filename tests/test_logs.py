@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -194,3 +195,20 @@ def test_a_view_passes_lines_of_logs_on_and_says_whose_the_others_are(monkeypatc
             assert (tree["role"], tree["rank"], tree["message"]) == ("feeder", 0, "USDT: *** <raw>")
         else:
             assert other == "[feeder 0] USDT: *** <raw>"
+
+
+def test_a_reader_that_is_gone_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    program = (
+        "from dflash_mp import logs; import logging, sys\n"
+        "logs.start(logs.Speaker('run'), logs.DEFAULT)\n"
+        "sys.stdin.read(1)\n"
+        "for _ in range(3): logging.getLogger('dflash_mp.test').warning('to nobody')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stdin.write(b"x")
+    process.stdin.close()
+    assert process.wait(60) == 0

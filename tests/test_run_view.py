@@ -31,6 +31,12 @@ with open_view(home, 1, logs.DEFAULT) as view:
 """
 
 
+@pytest.fixture(autouse=True)
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams as a user has them: what is left in a buffer fails again when the process ends."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 def started(home: Path, **streams: int) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TERM": "xterm"}
     return subprocess.Popen([sys.executable, "-c", _RUN, str(home)], env=environment, start_new_session=True, **streams)
