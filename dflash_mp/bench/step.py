@@ -193,8 +193,7 @@ def bench_cases(names: Iterable[str], device: str, repeats: int, precision: Prec
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
-    if precision == "fp8":
-        check_device(torch.device(device))
+    check_device(torch.device(device), precision)
     for name in names:
         yield bench_step(CASES[name], torch.device(device), precision, repeats=repeats)
 

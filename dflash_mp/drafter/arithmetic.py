@@ -1,6 +1,6 @@
 """In which numbers, and with which kernels, a drafter is trained: what `train.precision` means on a device, and how the log says it.
 
-Nothing here changes silently: `check` refuses what a device can't do before any work, `describe` names what was chosen, `fallbacks` what was asked
+Nothing here changes silently: `fp8_products.check_device` refuses what a device can't do before any work, `describe` names what was chosen, `fallbacks` what was asked
 for and isn't done, with its cost.
 """
 
@@ -20,12 +20,6 @@ _ATTENTION: dict[MaskBuilder, str] = {
     attention.blockwise_mask: "blockwise attention",
     attention.dense_mask: "scaled dot-product attention under a dense mask",
 }
-
-
-def check(options: TrainConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if `device` can't compute in `train.precision`."""
-    if options.precision == "fp8":
-        fp8_products.check_device(device)
 
 
 def compute_dtype(options: TrainConfig, device: torch.device) -> torch.dtype:

@@ -34,30 +34,30 @@ _FAST_OUTPUT, _FAST_INPUT_GRADIENT, _FAST_WEIGHT_GRADIENT = True, True, True
 class ScaledLinear(nn.Linear):
     """`nn.Linear` without bias, multiplied in fp8. Same parameter, same name; results in the input's dtype.
 
-    `apart`: the gradient is written to memory before it is rounded. For a layer whose output goes through a norm: the compiler would otherwise have
+    `normed`: its output goes through a norm, so its gradient is written to memory before it is rounded: the compiler would otherwise have
     one kernel reduce over the norm's width and write transposed bytes, at a tenth of the memory's speed.
     """
 
-    def __init__(self, inputs: int, outputs: int, apart: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, normed: bool = False) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self._apart = apart
+        self._normed = normed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, -2)
         rows = len(flat)
         if rows % MULTIPLE:  # the gradient of the weight sums over rows
             padded: torch.Tensor = _ScaledProduct.apply(
-                F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight, self._apart
+                F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight, self._normed
             )
             return padded[:rows].unflatten(0, x.shape[:-1])
-        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight, self._apart)
+        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight, self._normed)
         return out.unflatten(0, x.shape[:-1])
 
 
 def linear(inputs: int, outputs: int, fp8: bool, *, normed: bool = False) -> nn.Linear:
     """A linear layer without bias: scaled if `fp8` and its widths allow it. `normed`: its output goes through a norm."""
     if fp8 and inputs % MULTIPLE == 0 and outputs % MULTIPLE == 0:
-        return ScaledLinear(inputs, outputs, apart=normed)
+        return ScaledLinear(inputs, outputs, normed=normed)
     return nn.Linear(inputs, outputs, bias=False)
 
 
@@ -68,9 +68,9 @@ def unscaled_layers(layers: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def check_device(device: torch.device) -> None:
-    """Raise `ConfigError` when `device` has no products in fp8. To be called before any work."""
-    if device.type != "cuda":
+def check_device(device: torch.device, precision: str) -> None:
+    """Raise `ConfigError` when `precision` is fp8 and `device` has no such products. To be called before any work."""
+    if precision != "fp8" or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY:
@@ -114,16 +114,16 @@ class _ScaledProduct(torch.autograd.Function):
     """x [m, k] · weightᵀ [n, k]; m, n and k are multiples of 16."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, apart: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, normed: bool) -> torch.Tensor:
         values, scale = quantise(x)
         ctx.save_for_backward(values, scale, weight)
-        ctx.apart = apart
+        ctx.normed = normed
         return multiply(values, scale, *quantise(weight), x.dtype, fast=_FAST_OUTPUT)
 
     @staticmethod
     def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         values, scale, weight = ctx.saved_tensors
-        slopes, slope_scale = quantise(_written(of_out) if ctx.apart and torch.compiler.is_compiling() else of_out)
+        slopes, slope_scale = quantise(_written(of_out) if ctx.normed and torch.compiler.is_compiling() else of_out)
         weights, weight_scale = quantise(weight)
         of_x = multiply(slopes, slope_scale, _turned(weights), weight_scale, of_out.dtype, fast=_FAST_INPUT_GRADIENT)
         of_weight = multiply(

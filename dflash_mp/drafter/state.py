@@ -16,7 +16,7 @@ import torch
 
 from dflash_mp import __version__, logs
 from dflash_mp.config import RunConfig
-from dflash_mp.drafter import arithmetic, checkpoint
+from dflash_mp.drafter import arithmetic, checkpoint, fp8_products
 from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.checkpoint import Checkpoint
 from dflash_mp.drafter.model import DraftModel
@@ -52,7 +52,7 @@ def build_trainer(
     `CheckpointError`.
     """
     options, device = config.train, world.device
-    arithmetic.check(options, device)
+    fp8_products.check_device(device, options.precision)
     torch.manual_seed(
         config.seed
     )  # training draws nothing from it; what a checkpoint keeps of it is the same in every run

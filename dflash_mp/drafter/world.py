@@ -69,8 +69,7 @@ def join(config: RunConfig) -> World:
     device = _device(config.train.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if config.train.precision == "fp8":
-        fp8_products.check_device(device)
+    fp8_products.check_device(device, config.train.precision)
     if config.train.deterministic:
         _use_deterministic_kernels()
     torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_size))

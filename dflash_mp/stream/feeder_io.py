@@ -1,6 +1,6 @@
 """The feeder's I/O thread: one ROUTER socket, read and written without ever blocking on a peer.
 
-It never computes and never logs (either could take long): what people should know goes to `notes`, which the compute thread prints.
+It computes nothing but checksums of what it sends, and never logs (either could take long): what people should know goes to `notes`, which the compute thread prints.
 One chunk per peer and round is sent with DONTWAIT; a peer whose pipe is full is skipped. A frame that is no message, or a message
 that its sender may not send, is counted, answered with Refused, and ends that peer's state; nobody else notices. Connections that bring no
 whole messages are cut off (`connections`).

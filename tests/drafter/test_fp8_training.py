@@ -12,7 +12,7 @@ from synthetic_rows import SyntheticRows, make_config, make_trainer
 from torch._dynamo.utils import counters
 
 from dflash_mp.config import TrainConfig
-from dflash_mp.drafter import arithmetic, schedule, world
+from dflash_mp.drafter import arithmetic, fp8_products, schedule, world
 from dflash_mp.drafter.attention import blockwise_mask
 from dflash_mp.drafter.fp8_head import ScaledHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
@@ -132,7 +132,7 @@ def test_a_gpu_without_fp8_is_refused_when_the_ranks_join(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(world, "_device", lambda name, local_rank: torch.device("cuda", 0))
-    arithmetic.check(TrainConfig(steps=1, precision="bf16"), torch.device("cuda"))
+    fp8_products.check_device(torch.device("cuda"), "bf16")
     config = make_config(tmp_path, precision="fp8")
     if runs:
         assert world.join(config).device.type == "cuda"
