@@ -67,6 +67,17 @@ def test_every_kernel_gives_the_same_attention_and_gradients(seed, tokens, ancho
     torch.testing.assert_close(out, expected.detach(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_each_query_head_gets_the_keys_of_its_group_in_flex_attention(seed: int) -> None:
+    batch = batch_of(seed, 24, 5, 4, 1.0)
+    layout = batch.blocks.layout(batch.documents)
+    query, *rest = [each.detach() for each in random_attention_inputs(seed, 20, 24)]
+    assert query.shape[1] > rest[0].shape[1] > 1
+    compiled = torch.compile(attend, backend="eager", dynamic=False, fullgraph=True)
+    out = compiled(query, tuple(rest[:2]), tuple(rest[2:]), flex_mask(layout))
+    torch.testing.assert_close(out, attend(query, rest[:2], rest[2:], dense_mask(layout)), atol=1e-5, rtol=1e-5)
+
+
 def random_attention_inputs(seed: int, queries: int, tokens: int) -> list[torch.Tensor]:
     """Query; keys and values of the context; keys and values of the draft: 4 heads share 2 key heads of 8."""
     draw = torch.Generator().manual_seed(seed)
