@@ -54,11 +54,12 @@ class Preparation:
         """As `state.build_trainer`, around the drafter begun. Raises what it raises."""
         if self._model is None:
             raise RuntimeError("begin_model first")
+        frozen = self.state().frozen_on_device(weights, self._config.train, self._world.device)
         model = self._model.result()
         self._compiler.result()
         self._end()
         trainer: Trainer = self.state().build_trainer(
-            self._config, self._plan, weights.embedding, weights.head, source, self._world, resume, model
+            self._config, self._plan, frozen.embedding, frozen.head, source, self._world, resume, model
         )
         return trainer
 

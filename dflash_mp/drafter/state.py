@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dflash_mp import __version__, logs
-from dflash_mp.config import RunConfig
+from dflash_mp.config import RunConfig, TrainConfig
 from dflash_mp.drafter import arithmetic, checkpoint, fp8_products
 from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.checkpoint import Checkpoint
@@ -30,6 +30,7 @@ from dflash_mp.errors import CheckpointError
 from dflash_mp.stream.codec import ProtocolError, plain, reader
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
+from dflash_mp.stream.weights import FrozenWeights
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,13 @@ def make_model(config: RunConfig, plan: StreamPlan, device: torch.device, resume
     if not resumed:
         model.init_weights(config.seed)
     return model
+
+
+def frozen_on_device(weights: FrozenWeights, options: TrainConfig, device: torch.device) -> FrozenWeights:
+    """The target's embedding and head on `device`, in the dtype of the drafter's computation. It doesn't use PyTorch's compiler."""
+    dtype = arithmetic.compute_dtype(options, device)
+    embedding = weights.embedding.to(device, dtype)
+    return FrozenWeights(embedding, embedding if weights.head is weights.embedding else weights.head.to(device, dtype))
 
 
 def save(trainer: Trainer) -> None:
