@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 
 from dflash_mp.threads import deadlock
-from dflash_mp.threads.deadlock import BACKWARD_GRAPH, FLEX, NEW_GRAPH, PRODUCT, Meeting, meetings_on
+from dflash_mp.threads.deadlock import AHEAD, BACKWARD_GRAPH, FLEX, NEW_GRAPH, NOTHING, PRODUCT, Meeting, meetings_on
 from dflash_mp.threads.fx_shim import isolated
 from dflash_mp.threads.guards import GUARDS
 
@@ -47,6 +47,8 @@ def test_flex_attention_compiled_beside_a_backward_pass_that_compiles_is_stuck(n
     "meeting",
     [
         Meeting(PRODUCT, NEW_GRAPH, "cuda:0", "cuda:0"),
+        Meeting(FLEX, AHEAD, "cuda:0", "cuda:0"),
+        Meeting(FLEX, NOTHING, "cuda:0", "cuda:0"),
         Meeting(FLEX, NEW_GRAPH, "cuda:0", "cuda:0", own_threads=True),
         Meeting(FLEX, BACKWARD_GRAPH, "cuda:0", "cuda:0", own_threads=True),
     ],
