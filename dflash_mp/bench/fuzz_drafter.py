@@ -1,7 +1,7 @@
 """A drafter's message handling without sockets: a hostile feeder beside an honest one.
 
-The I/O object and its window are the real ones; a link's sockets are replaced by queues, and the stream's thread by calls in turn. Each row that comes
-out of the window, whichever feeder it came from, is compared bit for bit. That a feeder which is in use refuses a row for good, or says that another
+The I/O object and its window are the real ones; a link's sockets are replaced by queues, and its threads by calls in turn, that which takes
+checksums by calls now and then. Each row that comes out of the window, whichever feeder it came from, is compared bit for bit. That a feeder which is in use refuses a row for good, or says that another
 drafter took this one's place, ends the drafter with a `StreamError`; that is counted, and the next drafter begins.
 """
 
@@ -162,10 +162,11 @@ class DrafterFuzz:
         self._io.weights = WeightsBuilder(self._plan)
 
     def _go_on(self) -> None:
-        """A round of the stream's thread, of the honest feeder, and of the trainer."""
+        """A round of the stream's threads, of the honest feeder, and of the trainer."""
         for link in (self._hostile, self._honest):
             if link.state not in ("refused", "closed"):
                 self._io._attend(link)
+        self._take_sums()
         self._io._ask_for_weights()
         self._io._ask_for_rows()
         self._honest_feeder()
@@ -174,6 +175,13 @@ class DrafterFuzz:
                 self._take()
         if self._io.weights is None and self._draw.random() < 0.02:
             self._io.weights = WeightsBuilder(self._plan)
+
+    def _take_sums(self) -> None:
+        """As many as a thread may get done meanwhile: none to all."""
+        sums = self._io._sums
+        while not sums._jobs.empty() and self._draw.random() < 0.9:
+            sums._one()
+        sums.pump()
 
     def _take(self) -> None:
         want = self._window.take(self._next, 0.0, lambda want: _NotYet("not yet"))

@@ -1,4 +1,4 @@
-"""The drafter's stream thread: keeps feeders connected, asks them for rows, and receives into the window.
+"""The drafter's stream thread: keeps feeders connected, asks them for rows, and receives into the window. Another one takes checksums.
 
 One poller over all links. A feeder is given at most a few rows at a time (as many as it allows); which, `dealing` decides: a slow feeder
 gets as few as it manages, and what it brings too late is asked of another one, too. Rows owed by a feeder that is lost are asked of another.
@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -21,6 +22,7 @@ from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.dealing import LOOK_AHEAD, deal, takeovers, untried
 from dflash_mp.stream.handshake import unmet
+from dflash_mp.stream.inband_rows import InbandRows
 from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.lane_request import LaneWishes
 from dflash_mp.stream.layout import RowLayout
@@ -29,6 +31,7 @@ from dflash_mp.stream.ring_rows import RingRows
 from dflash_mp.stream.roster import Roster
 from dflash_mp.stream.shared_memory import Loan
 from dflash_mp.stream.software import torch_mismatch
+from dflash_mp.stream.sums import Sums
 from dflash_mp.stream.wakeup import Wakeup
 from dflash_mp.stream.weights import WeightsBuilder
 from dflash_mp.stream.window import Request, Want, Window
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 _READS_PER_ROUND = 8
 _WEIGHT_REQUESTS = 4
 _BYE_SECONDS = 1.0
+_SUM_SECONDS = 1.0  # for one chunk
 _OLDER = "this feeder may be older than this drafter: update feeders first"
 _STARVING_POLL_MS = 20  # while the trainer waits and some feeder has nothing to do
 
@@ -76,13 +80,16 @@ class ClientIo:
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self.links = [Link(endpoint, self._context, self._poller, keys) for endpoint in endpoints]
         self._ring_rows = RingRows(self.links)
+        self._sums = Sums(self.wake)
+        self._inband_rows = InbandRows(self._sums, self._corrupted)
         self._thread = threading.Thread(target=self._main, name="stream", daemon=True)
 
     def start(self) -> None:
+        self._sums.start()
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to ask for."""
+        """There is something to do."""
         self._wakeup.set()
 
     def give_back(self, loan: Loan) -> None:
@@ -100,6 +107,7 @@ class ClientIo:
             self._thread.join(timeout=2 * _BYE_SECONDS + 1)
         else:
             self._context.destroy(linger=0)
+        self._sums.close(_SUM_SECONDS)
         if not self._thread.is_alive():
             self._wakeup.close()
 
@@ -149,6 +157,7 @@ class ClientIo:
                 if link.lane_answered or any(link.owns(polled) for polled in ready):
                     self._attend(link)
                 self._check(link, ping_seconds)
+            self._sums.pump()
             self._ring_rows.pump()
             self._ask_for_weights()
             self._ask_for_rows()
@@ -189,6 +198,7 @@ class ClientIo:
             return
         try:
             for _ in range(_READS_PER_ROUND):
+                self._sums.pump()
                 message = link.receive()
                 if message is None:
                     break
@@ -232,7 +242,7 @@ class ClientIo:
 
     def _handle(self, link: Link, message: m.Message) -> None:
         if isinstance(message, m.Row):
-            self._row(link, message)
+            self._inband_rows.receive(link, message, self.window, self.row_bytes)
         elif isinstance(message, m.Placed):
             self._ring_rows.receive(link, message, self.window, self._corrupted)
         elif isinstance(message, m.Pong):
@@ -296,40 +306,6 @@ class ClientIo:
             log.error("%s", error)
         self._again(link.refuse(refusal))
 
-    def _row(self, link: Link, row: m.Row) -> None:
-        request = link.asked.get(row.request)
-        if request is None or self.window is None:
-            raise ProtocolError(f"ROW answers request {row.request}, which was not made")
-        want = request.want
-        if row.key != want.key or row.nbytes != self.row_bytes or row.offset != request.received:
-            raise ProtocolError(
-                f"ROW brings byte {row.offset} of {row.nbytes} of {row.key}; "
-                f"byte {request.received} of {self.row_bytes} of {want.key} is due"
-            )
-        nbytes = min(m.CHUNK_BYTES, self.row_bytes - row.offset)
-        if row.offset + nbytes == self.row_bytes:  # all is on this side: the slot over there can be filled again
-            link.post(m.Release(row.request, row.slot))
-        if want.accepts(request, now := time.monotonic()):
-            link.payload_into(want.slot.view[row.offset : row.offset + nbytes], want.digest)
-        else:
-            link.payload_dropped(nbytes)
-        request.received += nbytes
-        request.heard = now
-        if request.received == self.row_bytes:
-            self._row_complete(link, row, request, self.window)
-
-    def _row_complete(self, link: Link, row: m.Row, request: Request, window: Window) -> None:
-        del link.asked[row.request]
-        link.row_time.done(request.asked_at, request.heard)
-        want = request.want
-        if want.state != "asked" or want.source is not request:
-            window.duplicate(request)
-        elif want.digest.intdigest() == row.checksum:
-            link.rows += 1
-            window.ready(request)
-        else:
-            self._corrupted(link, request, window)
-
     def _corrupted(self, link: Link, request: Request, window: Window) -> None:
         self.checksum_errors += 1
         log.error("%s: %s arrived corrupted from %s", self._who, request.want.key, link.endpoint)
@@ -353,9 +329,15 @@ class ClientIo:
     def _weights(self, link: Link, message: m.Weights) -> None:
         if self.weights is None or link is not self._weights_link:
             raise ProtocolError("WEIGHTS, which were not asked for")
-        place = self.weights.place(message)
+        weights, place = self.weights, self.weights.place(message)
         link.payload_into(place)
-        self.weights.placed(message, place)
+        self._sums.add(weights.digest, place)
+        if weights.placed(place):
+            self._sums.end(weights.digest, partial(self._weights_summed, weights, message))
+        self._notify()
+
+    def _weights_summed(self, weights: WeightsBuilder, last: m.Weights, checksum: int) -> None:
+        weights.judge(last, checksum)
         self._notify()
 
     # -- asking -------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-import xxhash
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -27,7 +26,6 @@ from dflash_mp.stream.keys import DrafterKeys
 from dflash_mp.stream.lane_request import LaneRequest, LaneWishes
 from dflash_mp.stream.message_memory import keep_message_memory
 from dflash_mp.stream.shared_memory import Loan, MappedRing
-from dflash_mp.stream.summed_copy import copy_summed
 from dflash_mp.stream.window import Request
 
 State = Literal["connecting", "greeting", "live", "refused", "closed"]
@@ -236,9 +234,9 @@ class Link:
             raise
         return message
 
-    def payload_into(self, place: memoryview, digest: xxhash.xxh3_64 | None = None) -> None:
-        """The frame after a `Row` or `Weights`; a `digest` takes it in. Raises `ProtocolError` unless it fills `place` exactly and is the last."""
-        copy_summed(self._payload(len(place)), place, digest)
+    def payload_into(self, place: memoryview) -> None:
+        """The frame after a `Row` or `Weights`. Raises `ProtocolError` unless it fills `place` exactly and is the last."""
+        place[:] = self._payload(len(place))
 
     def payload_dropped(self, nbytes: int) -> None:
         """As `payload_into`, but nobody wants it."""

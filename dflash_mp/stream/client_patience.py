@@ -53,6 +53,8 @@ class Patience:
         now = time.monotonic()
         asked = ", ".join(f"{r.feeder} was asked {now - r.asked_at:.0f} s ago" for r in want.requests)
         asked = asked or "it was asked of nobody"
+        if want.state == "come":
+            asked = "all of it has come, its checksum has not been taken yet"
         remedy = "look at the feeder's log; if a row takes that long, raise stream.row_seconds"
         if any(link.stuck_for(now) for link in self._io.live()):
             remedy = "the feeder answers, its target does not: look at its log, and start it again; the run goes on from its last checkpoint"

@@ -104,7 +104,7 @@ class WeightsBuilder:
     def place(self, message: Weights) -> memoryview:
         """Where the payload of `message` belongs. Raises `ProtocolError` if it isn't what comes next."""
         name = None if self.done else self._names[self._current]
-        if message.tensor != name or message.offset != self._received or message.offset >= self._asked:
+        if message.tensor != name or message.offset != self._received or message.offset >= self._asked or self._whole:
             raise ProtocolError(
                 f"WEIGHTS brought byte {message.offset} of the {message.tensor}, which was not asked for"
             )
@@ -113,13 +113,14 @@ class WeightsBuilder:
             raise ProtocolError(f"WEIGHTS says {message.nbytes} bytes of {name}, the plan says {len(view)}")
         return view[message.offset : message.offset + CHUNK_BYTES]
 
-    def placed(self, message: Weights, place: memoryview) -> None:
-        """The payload is in its `place`. At the end of a tensor, verify it; on a mismatch start it again, once."""
-        self._hash.update(place)
+    def placed(self, place: memoryview) -> bool:
+        """The payload is in its `place`, and `digest` will take it in. Whether it was the tensor's last: then `judge` is to follow."""
         self._received += len(place)
-        if self._received < message.nbytes:
-            return
-        if self._hash.intdigest() == message.checksum:
+        return self._whole
+
+    def judge(self, message: Weights, checksum: int) -> None:
+        """The `checksum` of a whole tensor, whose last `message` says what it should be. On a mismatch start it again, once."""
+        if checksum == message.checksum:
             self._start(self._current + 1)
             return
         self.checksum_errors += 1
@@ -134,10 +135,15 @@ class WeightsBuilder:
         embedding = self._tensors["embedding"]
         return FrozenWeights(embedding, self._tensors.get("head", embedding))
 
+    @property
+    def _whole(self) -> bool:
+        """Whether all of the tensor that is under way has come: it waits for its sum."""
+        return not self.done and self._received == len(self._views[self._names[self._current]])
+
     def _start(self, index: int) -> None:
         self._current = index
         self._received = self._asked = 0
-        self._hash = xxhash.xxh3_64()
+        self.digest = xxhash.xxh3_64()  # takes in the tensor's bytes, in order; whoever calls `placed` sees to that
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -39,20 +39,23 @@ class Request:
     asked_at: float
     heard: float
     received: int = 0
+    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)  # of bytes kept; of use if all were
 
 
 @dataclass(eq=False)
 class Want:
-    """A row that has a slot. `source` is the request whose bytes go there; with a `loan` the row lies in a feeder's ring instead."""
+    """A row that has a slot. `source` is the request whose bytes go there; with a `loan` the row lies in a feeder's ring instead.
+
+    It has come when all its bytes are in the slot, and is ready when they are known to be right.
+    """
 
     sequence: int
     key: RowKey
     slot: Slot | DeferredSlot
-    state: Literal["waiting", "asked", "ready", "failed"] = "waiting"
+    state: Literal["waiting", "asked", "come", "ready", "failed"] = "waiting"
     requests: list[Request] = field(default_factory=list)  # that have not ended, oldest first
     source: Request | None = None
     loan: Loan | None = None
-    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     feeder: str = ""  # asked last, or who sent it
     failures: int = 0
     failed_at: set[str] = field(default_factory=set)  # the feeders that could not make it
@@ -68,7 +71,7 @@ class Want:
         if self.state != "asked":
             return False
         if request.received == 0 and (self.source is None or now - self.source.heard > STALLED_SECONDS):
-            self.source, self.digest = request, xxhash.xxh3_64()
+            self.source = request
         return self.source is request
 
 
@@ -161,7 +164,8 @@ class Window:
             free, known = len(self._free), len(self._order)
         ready = found["ready"] + found["failed"]
         held = self.size - free - known
-        return {"unasked": found["waiting"], "asked": found["asked"], "ready": ready, "held": held, "free": free}
+        asked = found["asked"] + found["come"]
+        return {"unasked": found["waiting"], "asked": asked, "ready": ready, "held": held, "free": free}
 
     # -- stream's thread ----------------------------------------------------------------------------------------------------------
 
@@ -171,7 +175,7 @@ class Window:
             return self._waiting[:most]
 
     def under_way(self) -> list[Want]:
-        """The rows that were asked for and are not there, in order."""
+        """The rows that were asked for and have not come, in order."""
         with self.changed:
             return [want for want in self._order if want.state == "asked"]
 
@@ -187,8 +191,19 @@ class Window:
             want.feeder = feeder
             return request
 
+    def came(self, request: Request) -> bool:
+        """All bytes of `request` have come. Whether they are those in the slot: then `ready` or `again` is to follow, and nothing else
+        changes the row until then.
+        """
+        with self.changed:
+            want = request.want
+            if want.state != "asked" or want.source is not request:
+                return False
+            want.state = "come"
+            return True
+
     def ready(self, request: Request) -> None:
-        """The source of a row has sent all of it, and it is right."""
+        """A row is there, and it is right."""
         with self.changed:
             want = request.want
             want.requests.remove(request)
@@ -235,6 +250,8 @@ class Window:
             want.requests.remove(request)
             if want.source is request:
                 want.source = None
+                if want.state == "come":
+                    want.state = "asked"
             if counts:
                 want.failures += 1
                 want.failed_at.add(request.feeder)

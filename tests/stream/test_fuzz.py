@@ -15,12 +15,12 @@ from dflash_mp.bench.synthetic import synthetic_plan
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError
 from dflash_mp.stream import messages as m
-from dflash_mp.stream.client_io import ClientIo
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
 from dflash_mp.stream.feeder_io import FeederIo
 from dflash_mp.stream.feeder_peer import Peer
 from dflash_mp.stream.feeder_peers import Peers
+from dflash_mp.stream.inband_rows import InbandRows
 from dflash_mp.stream.window import Request, Window
 
 PLAN = synthetic_plan(row_tokens=16, hidden_size=16)
@@ -101,11 +101,10 @@ def test_a_feeder_that_lets_one_peer_suffer_for_another_is_noticed(
 
 
 def test_a_drafter_that_does_not_compare_checksums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trust(self: ClientIo, link: Link, row: m.Row, request: Request, window: Window) -> None:
-        del link.asked[row.request]
+    def trust(self: InbandRows, link: Link, request: Request, window: Window, right: int, found: int) -> None:
         window.ready(request)
 
-    monkeypatch.setattr(ClientIo, "_row_complete", trust)
+    monkeypatch.setattr(InbandRows, "_judge", trust)
     fuzz = DrafterFuzz(PLAN, 1, CORPUS)
     with pytest.raises(DflashError, match="a drafter got wrong bits for train row"):
         steps(fuzz)

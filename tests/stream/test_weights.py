@@ -21,7 +21,9 @@ def deliver(server: WeightsServer, builder: WeightsBuilder, request: GetWeights,
     place[:] = payload
     if flip:
         place[7] ^= 1
-    builder.placed(message, place)
+    builder.digest.update(place)
+    if builder.placed(place):
+        builder.judge(message, builder.digest.intdigest())
 
 
 def fetch(server: WeightsServer, builder: WeightsBuilder, flips: set[int] = frozenset()) -> int:
