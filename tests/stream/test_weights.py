@@ -83,6 +83,25 @@ def test_a_chunk_that_is_not_due_is_refused_before_it_is_placed() -> None:
         builder.place(Weights("embedding", 0, 9, 0))
 
 
+def test_nothing_is_due_while_a_whole_tensor_waits_for_its_sum(server: WeightsServer) -> None:
+    builder = WeightsBuilder(PLAN)
+    for request in builder.requests(4):
+        message, payload = server.chunk(request)
+        builder.place(message)[:] = payload
+        builder.digest.update(payload)
+        whole = builder.placed(payload)
+    assert whole
+    nbytes = builder.bytes_received
+    for lost in (False, True):
+        if lost:
+            builder.forget_requests()
+        assert not builder.requests(4)
+        with pytest.raises(ProtocolError, match="was not asked for"):
+            builder.place(Weights("embedding", nbytes, nbytes, 0))
+    builder.judge(message, builder.digest.intdigest())
+    assert builder.requests(1) == [GetWeights("head", 0)]
+
+
 def test_weights_that_are_not_the_plans_are_not_served() -> None:
     weights = synthetic_weights(PLAN)
     for wrong in (weights.head[1:], weights.head.float()):
