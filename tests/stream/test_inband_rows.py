@@ -274,6 +274,7 @@ def test_an_error_elsewhere_fails_no_row_that_has_come(drafter: Drafter, right: 
     drafter.connect(drafter.b)
     want = drafter.a.asked[first.request].want
     drafter.answer(drafter.a, first, right=right)
+    lose(drafter)
     for retryable in [True] * ATTEMPTS + [False]:
         drafter.ask_too(want, drafter.b)
         (too,) = drafter.asked_of(drafter.b)

@@ -85,14 +85,20 @@ def test_a_sum_is_that_of_the_pieces_in_order_and_is_told_where_it_is_asked_for(
 
 def test_nothing_is_kept_of_what_was_summed(sums: Started) -> None:
     memory = bytearray(1000)
-    digest = xxhash.xxh3_64()
+
+    def seen() -> bool:
+        try:
+            memory.append(1)
+        except BufferError:
+            return True
+        return False
+
+    slow, digest = gate()
     sums.add(digest, memoryview(memory))
-    with pytest.raises(BufferError):
-        memory.append(1)  # somebody has a view of it: so this would show
-    sums.end(digest, lambda found: None)
-    sums.pump_one()
-    until(lambda: sums._jobs.empty())
-    memory.append(1)
+    assert slow.reached.wait(PATIENCE)
+    assert seen()
+    slow.go.set()
+    until(lambda: not seen())
 
 
 def test_what_ends_the_thread_is_raised_where_sums_are_handed_out(sums: Started) -> None:
@@ -159,6 +165,18 @@ def test_a_row_that_waits_for_its_sum_is_given_up_in_time_and_said_to_have_come(
         assert time.monotonic() - start < PATIENCE / 2
         late.set()
         until(lambda: summing() == before)
+
+
+def test_sums_are_looked_at_when_they_are_there_and_not_when_something_else_happens(tmp_path: Path) -> None:
+    with feeders(FeederProcess(ipc(tmp_path))) as (feeder,), client_of([feeder.endpoint], silent_seconds=60) as client:
+        client.connect()
+        start = time.monotonic()
+        for key in keys(0, 8):
+            client.schedule(iter([key]))
+            client.take(key).release()
+        for _ in range(8):
+            client.fetch_weights()
+        assert time.monotonic() - start < 4  # a second each, if it took a ping
 
 
 def test_weights_that_wait_for_their_sum_are_given_up_in_time(tmp_path: Path, late: threading.Event) -> None:
