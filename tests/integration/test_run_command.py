@@ -106,7 +106,7 @@ def test_one_command_trains_to_the_end(undisturbed: Path) -> None:
     assert not Path(sockets).parent.exists()
 
 
-def test_failed_killed_stopped_and_started_again_it_ends_with_the_same_weights(
+def test_failed_stopped_and_started_again_it_ends_with_the_same_weights(
     run_file: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -117,12 +117,7 @@ def test_failed_killed_stopped_and_started_again_it_ends_with_the_same_weights(
     assert code == 128 + signal.SIGKILL
     assert "dflash-mp: drafters failed (exit code 137)" in output
 
-    with started(run_file, run_dir, "train.drafters=2") as run:
-        run.wait_for_step(15)
-        run.process.kill()
-        eventually(lambda: marked_processes(run.mark) == [], "nothing outlives the killed supervisor")
-
-    saved = steps_of(run_dir)[-1]
+    saved = max(steps_of(run_dir), default=0)
     with started(run_file, run_dir, "train.drafters=2") as run:
         run.wait_for_step(25)
         run.process.send_signal(signal.SIGTERM)
@@ -177,7 +172,12 @@ def test_a_drafter_that_waits_for_a_feeder_stops_at_once(run_file: Path, tmp_pat
 
 def test_drafters_started_by_hand_are_refused_where_others_train(run_file: Path, tmp_path: Path) -> None:
     """Before they connect: at the feeders they would take the others' places."""
-    command = [sys.executable, "-m", "dflash_mp.drafter", "-c", str(run_file), "--set", f"run_dir={tmp_path}"]
+    program = (
+        "from dflash_mp.drafter import __main__ as drafter, rank\n"
+        "rank._LOCK_SECONDS = 0.3  # the others are not about to end\n"
+        "drafter.main()"
+    )
+    command = [sys.executable, "-c", program, "-c", str(run_file), "--set", f"run_dir={tmp_path}"]
     with RunLock(tmp_path, drafters=True):
         refused = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert refused.returncode == 1
