@@ -150,20 +150,19 @@ def human_eval(target: Target) -> list[torch.Tensor]:
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("trained", [False, True])
-def test_both_clients_decode_the_embedded_target_alike(embedded: Target, trained: bool, tmp_path: Path) -> None:
-    prompts = torch.stack([prompt[-24:] for prompt in human_eval(embedded)])
+def test_both_clients_decode_the_embedded_target_alike(embedded: Target, tmp_path: Path) -> None:
+    prompts = torch.stack([prompt[-24:] for prompt in human_eval(embedded)[:6]])
     draft_model = DraftModel(DrafterShape.from_config(DrafterConfig(layers=1, block_size=4), embedded.info))
     draft_model.init_weights(0)
-    if trained:  # by heart: what is compared is the clients, not the drafter
-        learn(draft_model, embedded.model, greedy(embedded.model, prompts, 5), first=24, steps=70, rate=1e-3)
+    # By heart: what is compared is the clients, not the drafter.
+    learn(draft_model, embedded.model, greedy(embedded.model, prompts, 5), first=24, steps=70, rate=1e-3)
     theirs = exported(draft_model, tmp_path / "drafter")
     ours = ModelDrafter(draft_model, embedded.embedding, embedded.head)
     verifier = Verifier.of(embedded, draft_model.shape.layer_ids)
     lengths = assert_same_decoding(
-        theirs, embedded.model, verifier, ours, list(prompts), embedded.info.eos_token_ids, 5 if trained else 3
+        theirs, embedded.model, verifier, ours, list(prompts), embedded.info.eos_token_ids, 5
     )
-    assert (sum(lengths) / len(lengths) > 1.2) == trained
+    assert 1.2 < sum(lengths) / len(lengths) < 4
 
 
 @pytest.mark.embedded
