@@ -16,6 +16,7 @@ from dflash_mp.stream.plan import StreamPlan
 
 SHARED_MEMORY = False  # whether clients ask for it
 QUICK = {"connect_seconds": 10.0, "row_seconds": 10.0, "silent_seconds": 1.0}
+PATIENT = 30.0  # silent seconds where no row may be asked for twice: a busy machine may leave a process waiting
 
 
 def keys(start: int, stop: int) -> list[RowKey]:

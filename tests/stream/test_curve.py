@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 from feeder_process import Behaviour, FeederProcess, feeders, until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 
 from dflash_mp.bench.synthetic import RUN, synthetic_expectations, synthetic_plan, synthetic_weights
 from dflash_mp.errors import StreamError
@@ -76,7 +76,7 @@ def test_a_listed_drafter_gets_the_right_rows_and_weights(key_files: Path) -> No
     plan = synthetic_plan(row_tokens=1024, hidden_size=2304)  # rows of several chunks
     with (
         feeders(FeederProcess("tcp://127.0.0.1:0", plan, Behaviour(keys=key_files))) as (feeder,),
-        client_of([feeder.endpoint], plan, rows=3, keys=DrafterKeys.load(key_files)) as client,
+        client_of([feeder.endpoint], plan, rows=3, keys=DrafterKeys.load(key_files), silent_seconds=PATIENT) as client,
     ):
         client.connect()
         assert client.fetch_weights().embedding.equal(synthetic_weights(plan).embedding)
@@ -116,7 +116,7 @@ def test_everyone_else_is_turned_away_with_the_reason_while_a_listed_drafter_goe
     log = tmp_path / "feeder.log"
     with (
         feeders(feeder_with(key_files, log)) as (feeder,),
-        client_of([feeder.endpoint], PLAN, keys=DrafterKeys.load(key_files)) as client,
+        client_of([feeder.endpoint], PLAN, keys=DrafterKeys.load(key_files), silent_seconds=PATIENT) as client,
     ):
         client.connect()
         client.schedule(iter(keys(0, 30)))

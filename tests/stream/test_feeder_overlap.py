@@ -127,9 +127,13 @@ def test_an_error_is_that_of_the_row_whose_work_failed(tmp_path: Path) -> None:
     device.refuses[3] = RuntimeError("no memory now")
     device.fails[4] = DataError("row is broken")  # for good
 
+    def started_after(ordinal: int) -> bool:
+        """After row 2 it may be row 1 again, if that is asked for early enough."""
+        return ordinal + 1 in device.started or (ordinal == 2 and device.started.count(1) == 2)
+
     def end_each_when_the_next_is_started() -> None:
         for ordinal in range(4):
-            until(lambda: ordinal + 1 in device.started)  # noqa: B023  # called here
+            until(lambda: started_after(ordinal))  # noqa: B023  # called here
             device.end(ordinal)
         device.end(4)
 

@@ -19,7 +19,7 @@ import torch
 import zmq
 from drafter_process import start_drafter
 from feeder_process import Behaviour, FeederProcess, feeders, until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 from test_feeder_bounds import RawPeer
 from test_shared_memory import ask, memfds
 from test_stream import ipc
@@ -69,7 +69,7 @@ def test_on_one_machine_memory_is_shared_without_being_told_to(
     endpoint = ipc(tmp_path) if way == "ipc" else "tcp://127.0.0.1:0"
     with (
         feeders(FeederProcess(endpoint, behaviour=behaviour)) as (feeder,),
-        client_of([feeder.endpoint], keys=drafter) as client,
+        client_of([feeder.endpoint], keys=drafter, silent_seconds=PATIENT) as client,
     ):
         client.connect()
         client.fetch_weights()

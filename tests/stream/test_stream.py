@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from feeder_process import Behaviour, FeederProcess, feeders, until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 
 from dflash_mp.bench.synthetic import synthetic_plan, synthetic_weights
 from dflash_mp.data.row import RowKey
@@ -22,14 +22,15 @@ def ipc(tmp_path: Path, name: str = "feeder") -> str:
 
 
 def test_two_drafters_get_their_rows_from_two_feeders_over_ipc_and_tcp(tmp_path: Path) -> None:
-    with feeders(FeederProcess(ipc(tmp_path)), FeederProcess("tcp://127.0.0.1:0")) as started:
+    patient = Behaviour(silent_seconds=PATIENT)
+    with feeders(*(FeederProcess(to, behaviour=patient) for to in (ipc(tmp_path), "tcp://127.0.0.1:0"))) as started:
         endpoints = [feeder.endpoint for feeder in started]
         failures: list[BaseException] = []
         shares: list[dict[str, int]] = []
 
         def drafter(rank: int) -> None:
             try:
-                with client_of(endpoints, rank=rank, world=2) as client:
+                with client_of(endpoints, rank=rank, world=2, silent_seconds=PATIENT) as client:
                     client.connect()
                     wanted = keys(rank * 100, rank * 100 + 60) + [RowKey("held_out", n) for n in range(8)]
                     client.schedule(iter(wanted))
