@@ -36,7 +36,7 @@ def not_yet(want: Want) -> StreamError:
 
 
 class Drafter:
-    """A drafter whose threads are calls: `turn` is one of the stream's, `sum_up` does what that of the sums has to do. Feeders `a` and `b`."""
+    """A drafter whose threads are calls: `turn` is one of the stream's, `take_sums` does what that of the sums has to do. Feeders `a` and `b`."""
 
     def __init__(self) -> None:
         hello = m.Hello(m.VERSION, "rank 0", "1", 0, 1, synthetic_expectations(PLAN), None, (INBAND,))
@@ -77,11 +77,13 @@ class Drafter:
         for _ in range(ROWS):
             self.io._attend(link)
 
+    def take_sums(self) -> None:
+        while not self.io._sums._jobs.empty():
+            self.io._sums._one()
+
     def sum_up(self) -> None:
-        sums = self.io._sums
-        while not sums._jobs.empty():
-            sums._one()
-        sums.pump()
+        self.take_sums()
+        self.io._sums.pump()
 
     def take(self) -> Want:
         want = self.window.take(self.window._order[0].key, 0.0, not_yet)
@@ -288,6 +290,15 @@ def test_an_error_elsewhere_fails_no_row_that_has_come(drafter: Drafter, right: 
     else:
         with pytest.raises(StreamError, match=rf"it arrived corrupted \({ATTEMPTS + 1} attempts\)"):
             drafter.take()
+
+
+def test_a_row_is_ready_as_soon_as_it_is_summed_though_others_come_in_one_go(drafter: Drafter) -> None:
+    drafter.turn()
+    first, second, _ = drafter.asked_of(drafter.a)
+    drafter.answer(drafter.a, first)
+    drafter.take_sums()
+    drafter.answer(drafter.a, second, slice(1))
+    drafter.take()
 
 
 def test_rows_come_while_none_has_been_summed(drafter: Drafter) -> None:
