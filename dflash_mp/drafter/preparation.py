@@ -6,6 +6,7 @@ being made. An error is raised where the result is asked for; whatever is under 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,9 +37,10 @@ class Preparation:
         self._config, self._world = config, world
         self._usual_interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
-        self._threads = ThreadPoolExecutor(2, "prepare")
+        self._threads = ThreadPoolExecutor(3, "prepare")
         self._state = self._threads.submit(importlib.import_module, "dflash_mp.drafter.state")
         self._compiler = self._threads.submit(self._import_compiler)
+        self._key = self._threads.submit(self._compute_key)
         self._model: Future[DraftModel] | None = None
 
     def state(self) -> Any:
@@ -57,6 +59,7 @@ class Preparation:
         frozen = self.state().frozen_on_device(weights, self._config.train, self._world.device)
         model = self._model.result()
         self._compiler.result()
+        self._key.result()
         self._end()
         trainer: Trainer = self.state().build_trainer(
             self._config, self._plan, frozen.embedding, frozen.head, source, self._world, resume, model
@@ -81,6 +84,14 @@ class Preparation:
         if not self.state().compiles(self._config.train, self._world.device):
             return None
         return importlib.import_module("torch._inductor.compile_fx")
+
+    def _compute_key(self) -> None:
+        """Part of what names a compiled kernel in the cache: Triton sums up its own libraries, a second in which other threads run, and keeps that."""
+        if self._world.device.type == "cuda" and self.state().compiles(self._config.train, self._world.device):
+            with contextlib.suppress(
+                ImportError, AttributeError
+            ):  # where Triton has it elsewhere, the first compilation computes it
+                importlib.import_module("triton.runtime.cache").triton_key()
 
     def _make_model(self, plan: StreamPlan, resumed: bool) -> DraftModel:
         model: DraftModel = self.state().make_model(self._config, plan, self._world.device, resumed)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -236,7 +237,8 @@ class Link:
 
     def payload_into(self, place: memoryview) -> None:
         """The frame after a `Row` or `Weights`. Raises `ProtocolError` unless it fills `place` exactly and is the last."""
-        place[:] = self._payload(len(place))
+        # Unlike an assignment to a memoryview, this lets other threads run, above all the one that sums the chunk before.
+        np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(self._payload(len(place)), np.uint8))
 
     def payload_dropped(self, nbytes: int) -> None:
         """As `payload_into`, but nobody wants it."""

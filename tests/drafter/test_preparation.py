@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from dflash_mp.errors import ConfigError
 from dflash_mp.stream.weights import FrozenWeights
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+asked = threading.Event()
 FROZEN = FrozenWeights(EMBEDDING, EMBEDDING)
 
 
@@ -72,6 +75,20 @@ def test_threads_take_turns_as_usual_once_the_trainer_is_there(config: RunConfig
         preparation.begin_model(PLAN, resumed=False)
         preparation.trainer(FROZEN, SyntheticRows(), None)
         assert sys.getswitchinterval() == usual
+
+
+@pytest.mark.parametrize("triton", [SimpleNamespace(triton_key=lambda: asked.set()), SimpleNamespace(), None])
+def test_tritons_key_is_computed_meanwhile_where_it_is_known(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, triton: object
+) -> None:
+    asked.clear()
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", ModuleType("triton.runtime"))
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", triton)  # None: an import raises
+    with Preparation(config, replace(WORLD, device=torch.device("cuda"))) as preparation:
+        assert preparation.state().compiles(config.train, torch.device("cuda"))
+        known = asked.wait(5 if hasattr(triton, "triton_key") else 0.1)
+    assert known == hasattr(triton, "triton_key")
 
 
 def test_a_rank_connects_before_the_compiler_is_imported() -> None:
