@@ -32,7 +32,7 @@ else:
     official = pytest.importorskip("dflash.model")
 
 ORIGIN = Origin("target", "w", "t", "c", "default", "d", step=0)
-PROMPTS = 20
+PROMPTS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_both_clients_decode_a_tiny_target_alike(family: str, trained: bool, tmp
         draft_model.init_weights(3)
     theirs = exported(draft_model, tmp_path / "drafter")
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 32, (1 + 2 * n,), generator=generator) for n in range(PROMPTS)]
+    prompts = [torch.randint(0, 32, (1 + 4 * n,), generator=generator) for n in range(PROMPTS)]
     lengths = assert_same_decoding(
         theirs, model, verifier_for(model, (0, 2)), model_drafter(draft_model, model), prompts, [EOS, 31], 24
     )
