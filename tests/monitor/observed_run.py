@@ -52,7 +52,7 @@ class ObservedRun:
 
 @contextmanager
 def observed_run(directory: Path) -> Iterator[ObservedRun]:
-    """Yields when rank 0 has reported training and held-out figures."""
+    """Yields when rank 0 has trained a few steps and each feeder has delivered rows."""
     run_file, port = make_tiny_run(directory), free_ports(4)
     overrides = (
         f"run_dir={directory / 'observed'}",
@@ -80,7 +80,8 @@ def observed_run(directory: Path) -> Iterator[ObservedRun]:
             assert process.poll() is None, log.read_text(errors="replace")[-4000:]
             readings = scraper.read()
             steps = readings[2].value("dflash_mp_train_step") or 0
-            return not any(reading.problem for reading in readings) and steps >= 6
+            delivered = [reading.value("dflash_mp_feeder_delivered_rows_total") for reading in readings[:2]]
+            return not any(reading.problem for reading in readings) and steps >= 6 and all(delivered)
 
         deadline = time.monotonic() + _START_SECONDS
         while not reported():
