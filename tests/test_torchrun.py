@@ -29,8 +29,8 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 say("up")
-if sys.argv[1] == "fail" and rank == "1":
-    sys.exit(5)
+if rank == "1" and sys.argv[1] in ("fail", "die"):
+    sys.exit(5) if sys.argv[1] == "fail" else os.kill(os.getpid(), signal.SIGKILL)
 while True:
     time.sleep(0.1)
 """
@@ -44,13 +44,16 @@ def drafters(tmp_path: Path, request: pytest.FixtureRequest) -> Part:
     return part(tmp_path, "drafters", (*torchrun, str(worker), request.param), leads=True)
 
 
-@pytest.mark.parametrize("drafters", ["fail"], indirect=True)
-def test_the_exit_code_is_that_of_the_first_failed_rank(drafters: Part) -> None:
+@pytest.mark.parametrize(
+    ("drafters", "of_rank", "exit_code"), [("fail", 5, 5), ("die", -9, 137)], indirect=["drafters"], ids=["fail", "die"]
+)
+def test_the_exit_code_is_that_of_the_first_failed_rank(drafters: Part, of_rank: int, exit_code: int) -> None:
     with supervised(drafters) as run:
         code, output = run.finish()
         assert run.processes() == []
-    assert code == 5
-    assert "rank 1 was the first to fail, with exit code 5" in output
+    assert code == exit_code
+    assert f"drafters failed (exit code {exit_code})" in output
+    assert f"rank 1 was the first to fail, with exit code {of_rank}" in output
     assert "Traceback" not in output
 
 

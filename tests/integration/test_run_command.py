@@ -54,11 +54,6 @@ class Run:
         eventually(lambda: self.steps() >= step or self.process.poll() is not None, f"step {step}")
         assert self.process.poll() is None, self.process.communicate()[0]
 
-    def drafters(self) -> list[int]:
-        """Pids of the drafter processes, the children of torchrun."""
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(self.process.pid)}
-        return children_of(next(pid for pid, command in commands.items() if b"torchrun" in command))
-
     def finish(self) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=2 * SECONDS)
         assert marked_processes(self.mark) == []
@@ -106,25 +101,17 @@ def test_one_command_trains_to_the_end(undisturbed: Path) -> None:
     assert not Path(sockets).parent.exists()
 
 
-def test_failed_stopped_and_started_again_it_ends_with_the_same_weights(
+def test_stopped_and_started_again_it_ends_with_the_same_weights(
     run_file: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     run_dir = tmp_path / "run"
     with started(run_file, run_dir, "train.drafters=2") as run:
-        run.wait_for_step(5)
-        os.kill(run.drafters()[1], signal.SIGKILL)
-        code, output = run.finish()
-    assert code == 128 + signal.SIGKILL
-    assert "dflash-mp: drafters failed (exit code 137)" in output
-
-    saved = max(steps_of(run_dir), default=0)
-    with started(run_file, run_dir, "train.drafters=2") as run:
-        run.wait_for_step(25)
+        run.wait_for_step(15)
         run.process.send_signal(signal.SIGTERM)
         code, output = run.finish()
     assert code == 0, output
     assert f"stopped by SIGTERM after step {run.steps()}; the same command goes on from there" in output
-    assert steps_of(run_dir)[-1] == run.steps() > saved
+    assert steps_of(run_dir)[-1] == run.steps()
 
     with started(run_file, run_dir, "train.drafters=2") as run:
         code, output = run.finish()
