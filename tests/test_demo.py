@@ -5,15 +5,20 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from process_trees import eventually
 
 from dflash_mp.cli import main
 from dflash_mp.demo import TARGET, fetch_demo
 from dflash_mp.errors import DataError, DflashError, TargetError
+from dflash_mp.process import mark_of, marked_processes
 
 CODEIO = {
     "task_description": " Add two numbers. ",
@@ -115,6 +120,22 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path, wheels: Path) -> None
     assert not (demo / ".demo-killed").exists()
 
 
+def test_pip_ends_with_a_demo_that_is_killed(tmp_path: Path) -> None:
+    pip = tmp_path / "stub" / "pip"
+    pip.mkdir(parents=True)
+    (pip / "__init__.py").touch()
+    (pip / "__main__.py").write_text("import time\ntime.sleep(300)\n")
+    command = [sys.executable, "-m", "dflash_mp.cli", "demo", str(tmp_path / "demo")]
+    demo = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(pip.parent)})
+    mark = mark_of(demo.pid)
+    try:
+        eventually(lambda: any(b"pip\0download" in _command(pid) for pid in marked_processes(mark)), "pip is started")
+    finally:
+        demo.kill()
+        demo.wait()
+    eventually(lambda: not marked_processes(mark), "pip is gone")
+
+
 def test_a_second_run_at_the_same_time_is_told_so(tmp_path: Path, wheels: Path) -> None:
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,3 +165,10 @@ def test_without_a_network_the_command_says_how_to_bring_the_files(tmp_path: Pat
     assert result.exit_code == DataError.exit_code
     assert "--wheels" in result.output
     assert [path.name for path in (tmp_path / "demo").iterdir()] == [".lock"]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""

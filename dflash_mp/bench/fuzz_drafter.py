@@ -1,7 +1,7 @@
 """A drafter's message handling without sockets: a hostile feeder beside an honest one.
 
-The I/O object and its window are the real ones; a link's sockets are replaced by queues, and its threads by calls in turn, that which takes
-checksums by calls now and then. Each row that comes out of the window, whichever feeder it came from, is compared bit for bit. That a feeder which is in use refuses a row for good, or says that another
+The I/O object and its window are the real ones; a link's sockets are replaced by queues, the stream's thread by calls in turn, and the thread
+that takes checksums by calls at random times. Each row that comes out of the window, whichever feeder it came from, is compared bit for bit. That a feeder which is in use refuses a row for good, or says that another
 drafter took this one's place, ends the drafter with a `StreamError`; that is counted, and the next drafter begins.
 """
 

@@ -1,12 +1,12 @@
-"""What a rank prepares while it waits for the feeders: PyTorch's compiler is imported, and the drafter's initial weights are made.
+"""What a rank prepares while it waits for the feeders: PyTorch's compiler is imported, Triton's part of its cache's keys computed, and the
+drafter's initial weights made.
 
-Both take seconds, of one core and of several, and neither needs what comes from the feeders. Nothing is compiled, and nobody uses what is
+All take seconds, and none needs what comes from the feeders. Nothing is compiled, and nobody uses what is
 being made. An error is raised where the result is asked for; whatever is under way when something else fails is waited for, some seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,12 +86,17 @@ class Preparation:
         return importlib.import_module("torch._inductor.compile_fx")
 
     def _compute_key(self) -> None:
-        """Part of what names a compiled kernel in the cache: Triton sums up its own libraries, a second in which other threads run, and keeps that."""
-        if self._world.device.type == "cuda" and self.state().compiles(self._config.train, self._world.device):
-            with contextlib.suppress(
-                ImportError, AttributeError
-            ):  # where Triton has it elsewhere, the first compilation computes it
-                importlib.import_module("triton.runtime.cache").triton_key()
+        """Part of what names a compiled kernel in the cache: Triton sums up its own libraries, a second in which other threads run, and keeps that.
+
+        Where a release of Triton has it elsewhere, the first compilation computes it.
+        """
+        if self._world.device.type != "cuda" or not self.state().compiles(self._config.train, self._world.device):
+            return
+        try:
+            key = importlib.import_module("triton.runtime.cache").triton_key
+        except (ImportError, AttributeError):
+            return
+        key()
 
     def _make_model(self, plan: StreamPlan, resumed: bool) -> DraftModel:
         model: DraftModel = self.state().make_model(self._config, plan, self._world.device, resumed)

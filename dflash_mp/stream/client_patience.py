@@ -45,6 +45,11 @@ class Patience:
     def too_late(self, want: Want) -> StreamError:
         """The error of a row that did not come in time."""
         start = f"rank {self._rank}: {want.key} did not come within {self._row_seconds:g} s"
+        if want.state == "come":
+            return StreamError(
+                f"{start}: all of it is here, its checksum has not been taken yet; {self._io.describe()}",
+                "this process had no time for it: look at what else runs on the machine, or raise stream.row_seconds",
+            )
         if not self._io.live():
             return StreamError(
                 f"{start}: no feeder is left: {self._io.describe()}",
@@ -53,8 +58,6 @@ class Patience:
         now = time.monotonic()
         asked = ", ".join(f"{r.feeder} was asked {now - r.asked_at:.0f} s ago" for r in want.requests)
         asked = asked or "it was asked of nobody"
-        if want.state == "come":
-            asked = "all of it has come, its checksum has not been taken yet"
         remedy = "look at the feeder's log; if a row takes that long, raise stream.row_seconds"
         if any(link.stuck_for(now) for link in self._io.live()):
             remedy = "the feeder answers, its target does not: look at its log, and start it again; the run goes on from its last checkpoint"

@@ -8,16 +8,14 @@ is lost meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.client_link import Link
 from dflash_mp.stream.codec import ProtocolError
+from dflash_mp.stream.ring_rows import Corrupted
 from dflash_mp.stream.sums import Sums
 from dflash_mp.stream.window import Request, Window
-
-Corrupted = Callable[[Link, Request, Window], None]
 
 
 class InbandRows:

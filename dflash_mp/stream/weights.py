@@ -23,7 +23,7 @@ TensorName = Literal["embedding", "head"]
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """`embedding` and `head`, each [V, H] in the target's dtype, on the CPU. One tensor if the head is tied."""
+    """`embedding` and `head`, each [V, H]. One tensor if the head is tied. In a stream they are on the CPU, in the target's dtype."""
 
     embedding: torch.Tensor
     head: torch.Tensor

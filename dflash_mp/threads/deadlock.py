@@ -162,9 +162,8 @@ def _backward(meeting: Meeting, in_backward: threading.Event, compiling: threadi
         in_backward.set()
         if not compiling.wait(_HELD_SECONDS):
             raise TimeoutError("A does not compile")
-        with (
-            torch.enable_grad()
-        ):  # as a recomputation has it; without, Dynamo's guards take the known call for another one
+        # As in a recomputation. Without gradients enabled, Dynamo's guards take the known call for another one.
+        with torch.enable_grad():
             if meeting.needs == NEW_GRAPH:
                 settled(_leaf(6, meeting.of_b))
             elif meeting.needs == NOTHING:

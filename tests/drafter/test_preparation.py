@@ -22,7 +22,6 @@ from dflash_mp.errors import ConfigError
 from dflash_mp.stream.weights import FrozenWeights
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
-asked = threading.Event()
 FROZEN = FrozenWeights(EMBEDDING, EMBEDDING)
 
 
@@ -77,18 +76,19 @@ def test_threads_take_turns_as_usual_once_the_trainer_is_there(config: RunConfig
         assert sys.getswitchinterval() == usual
 
 
-@pytest.mark.parametrize("triton", [SimpleNamespace(triton_key=lambda: asked.set()), SimpleNamespace(), None])
+@pytest.mark.parametrize("place", ["known", "elsewhere", "no Triton"])
 def test_tritons_key_is_computed_meanwhile_where_it_is_known(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, triton: object
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    asked.clear()
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    monkeypatch.setitem(sys.modules, "triton.runtime", ModuleType("triton.runtime"))
-    monkeypatch.setitem(sys.modules, "triton.runtime.cache", triton)  # None: an import raises
+    computed = threading.Event()
+    cache = {"known": SimpleNamespace(triton_key=computed.set), "elsewhere": SimpleNamespace(), "no Triton": None}
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", cache[place])  # None: importing it raises
+    monkeypatch.setattr(Preparation, "_import_compiler", lambda self: None)  # it would find that Triton
     with Preparation(config, replace(WORLD, device=torch.device("cuda"))) as preparation:
-        assert preparation.state().compiles(config.train, torch.device("cuda"))
-        known = asked.wait(5 if hasattr(triton, "triton_key") else 0.1)
-    assert known == hasattr(triton, "triton_key")
+        preparation._key.result()
+    assert computed.is_set() == (place == "known")
 
 
 def test_a_rank_connects_before_the_compiler_is_imported() -> None:

@@ -157,7 +157,7 @@ def test_a_row_that_waits_for_its_sum_is_given_up_in_time_and_said_to_have_come(
         with client:
             client.connect()
             client.schedule(iter(keys(0, 4)))
-            with pytest.raises(StreamError, match="all of it has come, its checksum has not been taken yet"):
+            with pytest.raises(StreamError, match="all of it is here, its checksum has not been taken yet"):
                 client.take(keys(0, 1)[0])
             until(lambda: client.counters().window == {"unasked": 0, "asked": 4, "ready": 0, "held": 0, "free": 0})
             assert feeder.look()[0].rows == 4  # the feeder has nothing to wait for
