@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 . launchers/environment.sh
 stage "environment" make_environment "[test]"
 # Tests start hundreds of processes: none of them has to compile the package, even where Python is told to keep no bytecode.
-python -m compileall -q dflash_mp
+stage "bytecode" python -m compileall -q dflash_mp
 # The official client, for comparison; its pinned requirements are those of serving, so it comes without them.
 stage "official client" python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
 export DFLASH_MP_DEMO="${DFLASH_MP_DEMO:-$PWD/.cache/demo}"
@@ -23,37 +23,53 @@ trap 'kill "$demo" 2> /dev/null || true' EXIT
 stage "ruff check" ruff check
 stage "ruff format" ruff format --check
 stage "mypy" mypy
-stage "demo target" wait "$demo"
-# Tests in parts, two at a time on two cores: who is done takes the next. The first, which takes longest, is what the others leave out.
-# Those of the stream mostly wait, and count seconds: they run beside the two, and before them whenever they need a core.
-PARTS=(tests/integration "tests/launchers tests/docker tests/network tests/monitor" tests/threads)
-WAITING=tests/stream
-LISTED="${PARTS[*]} $WAITING"
-PARTS=("--ignore=${LISTED// / --ignore=}" "${PARTS[@]}")
-take_parts() {
-    local nice="$1" code=0 part place
+stage "rest of dflash-mp demo" wait "$demo"
+trap - EXIT
+# Two chains of parts for two cores. Tests of the stream mostly wait, and count seconds: they run beside the two, and first whenever they need a core.
+RUNS=(tests/integration "tests/launchers tests/docker tests/network tests/monitor")
+LISTED="${RUNS[*]} tests/threads tests/stream"
+REST="--ignore=${LISTED// / --ignore=}"
+# chain NICE PART…: pytest on one part after the other, each with a report of its own.
+chain() {
+    local nice="$1" code=0 part report
     for part in "${@:2}"; do
-        place="$reports/${part//[^a-z]/-}"
-        mkdir "$place" 2> /dev/null || continue # it is taken
+        [ ! -e "$reports/stop" ] || return "$code"
+        report="$reports/${part//[^a-z]/-}"
         # shellcheck disable=SC2086 # a list
-        nice -n "$nice" pytest $part > "$place/report" 2>&1 &
-        echo $! > "$place/pid"
+        nice -n "$nice" pytest $part > "$report" 2>&1 &
+        echo $! > "$report.pid"
         wait $! || code=$?
-        rm "$place/pid"
-        echo "pytest $part: $(tail -n 1 "$place/report")"
+        rm "$report.pid"
+        echo "pytest $part: $(tail -n 1 "$report")"
     done
     return "$code"
 }
 all_parts() {
-    local code=0 worker
-    reports="$(mktemp -d)"
-    workers=()
-    trap 'kill "${workers[@]}" $(cat "$reports"/*/pid 2> /dev/null) 2> /dev/null || true; rm -rf "$reports"' EXIT
-    for worker in 1 2; do take_parts 5 "${PARTS[@]}" & workers+=($!); done
-    take_parts 0 "$WAITING" & workers+=($!)
-    for worker in "${workers[@]}"; do wait "$worker" || code=$?; done
-    cat "$reports"/*/report
+    local code=0 chain
+    reports="$(mktemp -d)" || return 1
+    chains=()
+    chain 5 "$REST" tests/threads & chains+=($!)
+    chain 5 "${RUNS[@]}" & chains+=($!)
+    chain 0 tests/stream & chains+=($!)
+    trap interrupted INT TERM
+    for chain in "${chains[@]}"; do wait "$chain" || code=$?; done
+    trap - INT TERM
+    show_reports
     return "$code"
+}
+# Tests end their processes themselves when pytest is interrupted, but not when it is killed.
+interrupted() {
+    trap - INT TERM
+    touch "$reports/stop"
+    cat "$reports"/*.pid 2> /dev/null | xargs --no-run-if-empty kill -INT 2> /dev/null
+    wait "${chains[@]}"
+    show_reports
+    exit 130
+}
+show_reports() {
+    rm -f "$reports/stop"
+    cat "$reports"/*
+    rm -rf "$reports"
 }
 if [ $# -gt 0 ]; then stage "pytest" pytest "$@"; else stage "pytest" all_parts; fi
 print_stages
