@@ -32,6 +32,7 @@ REST="--ignore=${LISTED// / --ignore=}"
 # chain NICE PART…: pytest on one part after the other, each with a report of its own.
 chain() {
     local nice="$1" code=0 part report
+    trap '' INT # the report is shown when pytest has ended
     for part in "${@:2}"; do
         [ ! -e "$reports/stop" ] || return "$code"
         report="$reports/${part//[^a-z]/-}"
@@ -51,17 +52,18 @@ all_parts() {
     chain 5 "$REST" tests/threads & chains+=($!)
     chain 5 "${RUNS[@]}" & chains+=($!)
     chain 0 tests/stream & chains+=($!)
-    trap interrupted INT TERM
+    trap 'interrupted' INT # the terminal interrupts every pytest, too
+    trap 'interrupt; interrupted' TERM
     for chain in "${chains[@]}"; do wait "$chain" || code=$?; done
     trap - INT TERM
     show_reports
     return "$code"
 }
 # Tests end their processes themselves when pytest is interrupted, but not when it is killed.
+interrupt() { cat "$reports"/*.pid 2> /dev/null | xargs --no-run-if-empty kill -INT 2> /dev/null || true; }
 interrupted() {
     trap - INT TERM
     touch "$reports/stop"
-    cat "$reports"/*.pid 2> /dev/null | xargs --no-run-if-empty kill -INT 2> /dev/null
     wait "${chains[@]}"
     show_reports
     exit 130
