@@ -1,4 +1,4 @@
-"""The short version of `dflash-mp bench chaos`: one kill, of the supervisor, and a comparison that can fail."""
+"""The short version of `dflash-mp bench chaos`: kills of supervisor and torchrun, and a comparison that can fail."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dflash_mp.bench.chaos_report import STEPS, VICTIMS, ChaosReport, Kill, comp
 
 
 @pytest.mark.timeout(600)
-def test_a_supervisor_that_is_killed_while_it_trains_leaves_no_trace(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "chaos", "--kills", "1", "--seed", "35", "--no-compile"]
+def test_a_run_that_is_killed_while_it_trains_ends_and_starts_leaves_no_trace(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dflash_mp.cli", "bench", "chaos", "--kills", "3", "--seed", "35", "--no-compile"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "chaos")],
         capture_output=True,
@@ -33,8 +33,9 @@ def test_a_supervisor_that_is_killed_while_it_trains_leaves_no_trace(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "chaos" / "chaos.json").read_text())
     assert report["ok"]
-    (kill,) = report["kills"]
-    assert (kill["victim"], kill["phase"], kill["layout"]) == ("supervisor", "training", "run")
+    first, *others = [(kill["victim"], kill["phase"], kill["layout"]) for kill in report["kills"]]
+    assert first == ("supervisor", "training", "run")
+    assert len(others) == 2  # where they land depends on the machine
     assert report["compared_tensors"] > 20
     assert "differing of" in done.stdout
 
