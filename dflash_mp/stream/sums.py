@@ -1,6 +1,6 @@
 """The drafter's checksums of what comes through a socket, on a thread of their own: the stream's thread only copies.
 
-xxh3 lets other threads run while it sums a large piece, and a copy doesn't, so one chunk is summed while the next one is copied. Chunks are
+xxh3 and numpy's copy both let other threads run, so one chunk is summed while the next one is copied. Chunks are
 summed where they lie, in order; memory that gets other contents meanwhile gives another sum, and whoever asked has to know that. The thread
 holds on to nothing that it has summed. If it fails, `pump` raises its error.
 """

@@ -61,6 +61,16 @@ class Drafter:
         """Ask `link` for a row that another one owes."""
         link.post(m.Get((link.ask(self.window.asked(want, link.endpoint)),)))
 
+    def ask_both(self) -> tuple[m.RowRequest, m.RowRequest, Want]:
+        """Ask `a` for the rows, and `b`, which is connected now, for the first of them, too: what both were asked for that one, and the row."""
+        self.turn()
+        first, *_ = self.asked_of(self.a)
+        self.connect(self.b)
+        want = self.a.asked[first.request].want
+        self.ask_too(want, self.b)
+        (too,) = self.asked_of(self.b)
+        return first, too, want
+
     def asked_of(self, link: FuzzLink) -> list[m.RowRequest]:
         """What `link` has been asked for since the last call."""
         said = [m.decode(link.dealer.sent.popleft()) for _ in range(len(link.dealer.sent))]
@@ -180,12 +190,7 @@ def test_a_damaged_row_whose_feeder_is_gone_before_its_sum_is_there_is_asked_for
 
 @pytest.mark.parametrize("right", [True, False])
 def test_what_another_feeder_sends_of_a_row_that_has_come_is_dropped(drafter: Drafter, right: bool) -> None:
-    drafter.turn()
-    first, *_ = drafter.asked_of(drafter.a)
-    drafter.connect(drafter.b)
-    want = drafter.a.asked[first.request].want
-    drafter.ask_too(want, drafter.b)
-    (too,) = drafter.asked_of(drafter.b)
+    first, too, _ = drafter.ask_both()
     drafter.answer(drafter.a, first, right=right)
     drafter.answer(drafter.b, too, right=not right)  # it must neither mend nor spoil the row
     assert drafter.counts == (0, 0, 0, 1)
@@ -200,11 +205,7 @@ def test_what_another_feeder_sends_of_a_row_that_has_come_is_dropped(drafter: Dr
 
 @pytest.mark.parametrize("begun", [0, 1])
 def test_a_damaged_row_is_left_to_another_feeder_that_has_yet_to_begin_with_it(drafter: Drafter, begun: int) -> None:
-    drafter.turn()
-    first, *_ = drafter.asked_of(drafter.a)
-    drafter.connect(drafter.b)
-    drafter.ask_too(drafter.a.asked[first.request].want, drafter.b)
-    (too,) = drafter.asked_of(drafter.b)
+    first, too, _ = drafter.ask_both()
     drafter.answer(drafter.a, first, right=False)
     drafter.answer(drafter.b, too, slice(begun))
     drafter.sum_up()
@@ -219,12 +220,7 @@ def test_a_damaged_row_is_left_to_another_feeder_that_has_yet_to_begin_with_it(d
 
 
 def test_a_row_that_has_come_does_not_stall(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter.turn()
-    first, *_ = drafter.asked_of(drafter.a)
-    drafter.connect(drafter.b)
-    want = drafter.a.asked[first.request].want
-    drafter.ask_too(want, drafter.b)
-    (too,) = drafter.asked_of(drafter.b)
+    first, too, want = drafter.ask_both()
     drafter.answer(drafter.a, first)
     monkeypatch.setattr(windows, "STALLED_SECONDS", -STALLED_SECONDS)
     assert want not in drafter.window.under_way()
@@ -238,11 +234,7 @@ def test_a_row_that_has_come_does_not_stall(drafter: Drafter, monkeypatch: pytes
 def test_the_sum_of_a_feeder_that_was_given_up_says_nothing_of_its_successors_row(
     drafter: Drafter, monkeypatch: pytest.MonkeyPatch, summed: bool
 ) -> None:
-    drafter.turn()
-    first, *_ = drafter.asked_of(drafter.a)
-    drafter.connect(drafter.b)
-    drafter.ask_too(drafter.a.asked[first.request].want, drafter.b)
-    (too,) = drafter.asked_of(drafter.b)
+    first, too, _ = drafter.ask_both()
     drafter.answer(drafter.a, first, slice(2), right=False)
     if summed:
         drafter.sum_up()
