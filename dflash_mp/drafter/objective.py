@@ -49,9 +49,7 @@ class Objective:
 
         With `train.precision: fp8` the head is rounded, too, if its hidden size allows it.
         """
-        tied = embedding is head
-        embedding = embedding.to(device, dtype)
-        head = embedding if tied else head.to(device, dtype)
+        embedding, head = on_device(embedding, head, device, dtype)
         in_fp8 = options.precision == "fp8" and shape.hidden_size % fp8_products.MULTIPLE == 0
         return Objective(
             shape,
@@ -101,6 +99,15 @@ class Objective:
             )
         teacher = teacher_states(batch.last_hidden, blocks.anchors, self.shape.block_size)
         return distillation_loss(hidden, head, blocks.labels, blocks.scored * self.slot_weights, teacher)
+
+
+def on_device(
+    embedding: torch.Tensor, head: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's `embedding` and `head` moved and cast; one tensor stays one. Nothing is done to what is there already."""
+    tied = embedding is head
+    embedding = embedding.to(device, dtype)
+    return embedding, embedding if tied else head.to(device, dtype)
 
 
 def compiles(options: TrainConfig, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from dflash_mp.drafter import arithmetic, checkpoint, fp8_products
 from dflash_mp.drafter.batch import BatchLoader
 from dflash_mp.drafter.checkpoint import Checkpoint
 from dflash_mp.drafter.model import DraftModel
-from dflash_mp.drafter.objective import Objective, compiles
+from dflash_mp.drafter.objective import Objective, compiles, on_device
 from dflash_mp.drafter.optimizer import MasterAdamW
 from dflash_mp.drafter.rows import RowSource
 from dflash_mp.drafter.shape import DrafterShape
@@ -107,8 +107,7 @@ def make_model(config: RunConfig, plan: StreamPlan, device: torch.device, resume
 def frozen_on_device(weights: FrozenWeights, options: TrainConfig, device: torch.device) -> FrozenWeights:
     """The target's embedding and head on `device`, in the dtype of the drafter's computation. It doesn't use PyTorch's compiler."""
     dtype = arithmetic.compute_dtype(options, device)
-    embedding = weights.embedding.to(device, dtype)
-    return FrozenWeights(embedding, embedding if weights.head is weights.embedding else weights.head.to(device, dtype))
+    return FrozenWeights(*on_device(weights.embedding, weights.head, device, dtype))
 
 
 def save(trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from synthetic_rows import EMBEDDING, PLAN, SyntheticRows, make_config
 
-from dflash_mp.config import RunConfig
+from dflash_mp.config import RunConfig, TrainConfig
 from dflash_mp.drafter import state
 from dflash_mp.drafter.preparation import Preparation
 from dflash_mp.drafter.world import World
@@ -39,6 +39,15 @@ def test_the_trainer_is_what_it_is_without_preparation(config: RunConfig) -> Non
     tensors = plain.optimizer.tensors()
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in prepared.optimizer.tensors().items())
     assert _threads() == []
+
+
+def test_a_head_of_its_own_stays_one_on_the_device_and_a_tied_one_the_same_tensor() -> None:
+    options, cpu, head = TrainConfig(steps=1, precision="bf16"), torch.device("cpu"), EMBEDDING + 1
+    apart = state.frozen_on_device(FrozenWeights(EMBEDDING, head), options, cpu)
+    assert torch.equal(apart.embedding, EMBEDDING.bfloat16())
+    assert torch.equal(apart.head, head.bfloat16())
+    tied = state.frozen_on_device(FROZEN, options, cpu)
+    assert tied.head is tied.embedding
 
 
 def test_a_drafter_that_cannot_be_made_is_the_trainers_error(
