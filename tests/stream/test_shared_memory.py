@@ -284,7 +284,7 @@ def test_a_file_descriptor_that_a_peer_slips_in_is_closed(offering: Offering, tm
     with connect(lane_address(f"ipc://{tmp_path}/f.sock"), 5.0) as connection, open(os.devnull, "rb") as file:
         send(connection, rm.encode(wishes().request), file.fileno())
         assert isinstance(rm.decode(receive(connection)[0]), rm.RingDenied)
-    until(lambda: len(os.listdir("/proc/self/fd")) == before)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # fewer, if what another test left is closed meanwhile
 
 
 def test_a_ring_pinned_for_cuda_is_registered_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
