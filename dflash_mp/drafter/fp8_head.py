@@ -21,10 +21,6 @@ import torch.nn.functional as F
 from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, multiply, round_to_fp8
 
 _ROWS_AT_ONCE = 16_384  # of the head, while it is rounded
-_FAST_LOGITS, _FAST_GRADIENT = (
-    True,
-    False,
-)  # see fp8_products.py; the gradient's sums are as long as the vocabulary, of mostly tiny terms
 
 
 @dataclass(frozen=True)
@@ -92,14 +88,14 @@ def score(
         return _compiled(function) if compiled else function
 
     values, position_scale = run(quantise_rows)(hidden)
-    raw = multiply(values, head.one, head.rows, head.one, hidden.dtype, fast=_FAST_LOGITS)
+    raw = multiply(values, head.one, head.rows, head.one, hidden.dtype)
     loss, right, slope, factor, of_label = run(_position_terms)(
         raw, position_scale, head.row_scale, teacher, labels, scale, softcap
     )
     del raw  # as large as all the rest of a chunk
     if not differentiate:
         return Scored(loss, right, None)
-    product = multiply(slope, head.one, head.columns, head.one, hidden.dtype, fast=_FAST_GRADIENT)
+    product = multiply(slope, head.one, head.columns, head.one, hidden.dtype)
     gradient = run(_combine)(product, head.column_scale, factor, of_label, head.weight, labels)
     return Scored(loss, right, gradient)
 

@@ -27,9 +27,6 @@ MULTIPLE = 16  # of the second operand's sizes
 CAPABILITY = (8, 9)  # least, of a CUDA device
 SMALLEST = 1e-30  # the largest magnitude of a tensor of zeros counts as this, so that nothing is divided by zero
 
-# Tensor cores then add up in some 14 bits throughout and not for 128 columns at a time: faster, and a product's error stays that of its operands.
-_FAST_OUTPUT, _FAST_INPUT_GRADIENT, _FAST_WEIGHT_GRADIENT = True, True, True
-
 
 class ScaledLinear(nn.Linear):
     """`nn.Linear` without bias, multiplied in fp8. Same parameter, same name; results in the input's dtype.
@@ -99,11 +96,12 @@ def multiply(
     right_scale: torch.Tensor,
     dtype: torch.dtype,
     *,
-    fast: bool,
+    fast: bool = False,
 ) -> torch.Tensor:
     """left · rightᵀ [m, n] in `dtype`, of contiguous fp8 `left` [m, k] and `right` [n, k], n and k multiples of 16; scales are float32 scalars.
 
-    `fast`: sums keep fewer bits on the way.
+    `fast`: tensor cores add up in some 14 bits throughout, and not for 128 columns at a time. Training doesn't: sums over thousands of tokens or
+    over a vocabulary are then off by several times as much, and on an H200 the products are no faster (`bench step --precision fp8` measures both).
     """
     return torch._scaled_mm(
         left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
@@ -118,17 +116,15 @@ class _ScaledProduct(torch.autograd.Function):
         values, scale = quantise(x)
         ctx.save_for_backward(values, scale, weight)
         ctx.normed = normed
-        return multiply(values, scale, *quantise(weight), x.dtype, fast=_FAST_OUTPUT)
+        return multiply(values, scale, *quantise(weight), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         values, scale, weight = ctx.saved_tensors
         slopes, slope_scale = quantise(_written(of_out) if ctx.normed and torch.compiler.is_compiling() else of_out)
         weights, weight_scale = quantise(weight)
-        of_x = multiply(slopes, slope_scale, _turned(weights), weight_scale, of_out.dtype, fast=_FAST_INPUT_GRADIENT)
-        of_weight = multiply(
-            _turned(slopes), slope_scale, _turned(values), scale, weight.dtype, fast=_FAST_WEIGHT_GRADIENT
-        )
+        of_x = multiply(slopes, slope_scale, _turned(weights), weight_scale, of_out.dtype)
+        of_weight = multiply(_turned(slopes), slope_scale, _turned(values), scale, weight.dtype)
         return of_x, of_weight, None
 
 
