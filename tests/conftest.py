@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _TESTS = Path(__file__).parent
 sys.path[:0] = [str(_TESTS), *(str(directory) for directory in _TESTS.iterdir() if directory.is_dir())]
+
+# How long an example takes is the machine's affair: other tests run beside this one.
+settings.register_profile("busy", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture
