@@ -30,6 +30,7 @@ from dflash_mp.stream.weights import WeightsServer
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["dflash_mp.bench.synthetic", "dflash_mp.stream.feeder"])  # what takes long to import
+START_SECONDS = 150.0  # of the first process: the fork server imports torch before, seconds on a quiet machine
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FeederProcess:
         self._process = SERVER.Process(target=_main, args=(theirs, endpoint, plan or synthetic_plan(), behaviour))
         self._process.start()
         theirs.close()
-        if not self._pipe.poll(30):
+        if not self._pipe.poll(START_SECONDS):
             raise TimeoutError("the feeder process does not listen")
         self.endpoint: str = self._pipe.recv()
 
@@ -69,9 +70,9 @@ class FeederProcess:
         self._process.join()
 
     def stop(self) -> int | None:
-        """SIGTERM; returns the exit code, None after ten seconds without one."""
+        """SIGTERM; returns the exit code, None after a minute without one."""
         self._process.terminate()
-        self._process.join(10)
+        self._process.join(60)
         return self._process.exitcode
 
     def pause(self) -> None:
@@ -102,7 +103,7 @@ def feeders(*processes: FeederProcess) -> Iterator[list[FeederProcess]]:
             process.close()
 
 
-def until(condition: object, seconds: float = 10.0) -> None:
+def until(condition: object, seconds: float = 60.0) -> None:
     """Wait until `condition()` is true; fails the test after `seconds`."""
     assert callable(condition)
     deadline = time.monotonic() + seconds

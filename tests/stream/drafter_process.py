@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import stream_client
-from feeder_process import SERVER
+from feeder_process import SERVER, START_SECONDS
 from stream_client import client_of, keys
 
 from dflash_mp.stream.plan import StreamPlan
@@ -19,7 +19,7 @@ def start_drafter(endpoint: str, plan: StreamPlan | None = None, *, shared_memor
     process = SERVER.Process(target=_main, args=(endpoint, plan, shared_memory, theirs), daemon=True)
     process.start()
     theirs.close()
-    assert mine.poll(30)
+    assert mine.poll(START_SECONDS)
     mine.recv()
     return process
 

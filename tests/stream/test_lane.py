@@ -242,7 +242,7 @@ def test_a_killed_drafters_memory_is_free_in_seconds(tmp_path: Path) -> None:
         assert open_rings(feeder.pid) > 0
         dying.kill()
         dying.join()
-        until(lambda: feeder.look()[1] == 0 and open_rings(feeder.pid) == 0)
+        until(lambda: feeder.look()[1] == 0 and open_rings(feeder.pid) == 0, seconds=20)
         with client_of([feeder.endpoint]) as client:
             client.connect()
             client.schedule(iter(keys(0, 9)))
