@@ -10,12 +10,12 @@ import pytest
 from process_trees import eventually, output_of, part, python, shell, supervised
 
 from dflash_mp.process import SAME_SIGNAL_SECONDS
-from dflash_mp.supervisor import Patience
+from dflash_mp.supervisor import Part, Patience
 
 FOREVER = shell("echo up; exec sleep 600")
 # Ends itself at SIGTERM, like a feeder or a drafter; says when.
 ORDERLY = shell("trap 'echo stopped at $(date +%s%N); exit 0' TERM; echo up; while :; do sleep 0.05; done")
-STUBBORN = shell("trap '' TERM; echo up; while :; do sleep 0.05; done")
+STUBBORN = shell("trap 'echo asked' TERM; echo up; while :; do sleep 0.05; done")
 # Starts a worker in a session of its own, as torchrun does, and waits for it whatever happens.
 _LEADER = """
 import signal, subprocess, sys
@@ -35,9 +35,14 @@ LEADER = python(_LEADER.format(worker=_WORKER.format(on_term="lambda *_: sys.exi
 STUBBORN_LEADER = python(_LEADER.format(worker=_WORKER.format(on_term="signal.SIG_IGN")))
 
 
+def until_up(one: Part) -> str:
+    """A command of a shell that waits until `one` has printed "up"."""
+    return f"until grep -qx up {one.log}; do sleep 0.05; done"
+
+
 def test_the_run_is_over_when_the_working_parts_are_done(tmp_path: Path) -> None:
     feeder = part(tmp_path, "feeder", ORDERLY, serves=True)
-    drafters = part(tmp_path, "drafters", shell("sleep 0.3; echo trained"))
+    drafters = part(tmp_path, "drafters", shell(f"{until_up(feeder)}; echo trained"))
     with supervised(feeder, drafters) as run:
         assert run.finish() == (0, "")
         assert run.processes() == []
@@ -68,8 +73,7 @@ def test_last_lines_are_those_of_this_start(tmp_path: Path) -> None:
 
 def test_a_serving_part_that_was_asked_to_stop_stops_the_run_in_order(tmp_path: Path) -> None:
     drafters = part(tmp_path, "drafters", ORDERLY)
-    until_up = shell(f"until grep -qx up {drafters.log}; do sleep 0.05; done")
-    feeder = part(tmp_path, "feeder", until_up, serves=True)
+    feeder = part(tmp_path, "feeder", shell(until_up(drafters)), serves=True)
     with supervised(feeder, drafters) as run:
         code, output = run.finish()
         assert run.processes() == []
@@ -131,9 +135,11 @@ def test_what_ignores_sigterm_is_killed_when_patience_ends(tmp_path: Path) -> No
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    with supervised(part(tmp_path, "drafters", STUBBORN)) as run:
+    drafters = part(tmp_path, "drafters", STUBBORN)
+    with supervised(drafters) as run:
         run.wait_until_up()
         run.process.send_signal(signal.SIGINT)
+        eventually(lambda: "asked" in output_of(drafters), "the signal was taken")
         time.sleep(SAME_SIGNAL_SECONDS + 0.5)
         assert run.process.poll() is None
         started = time.monotonic()
@@ -145,25 +151,31 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_signal_are_one_request(tmp_path: Path) -> None:
-    saves = shell("trap 'sleep 1; echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done")
-    drafters = part(tmp_path, "drafters", saves)
+    all_sent = tmp_path / "all-sent"
+    saves = f"until [ -e {all_sent} ]; do sleep 0.05; done; echo saved; exit 0"
+    drafters = part(tmp_path, "drafters", shell(f"trap '{saves}' TERM; echo up; while :; do sleep 0.05; done"))
     with supervised(drafters) as run:
         run.wait_until_up()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             run.process.send_signal(number)
             time.sleep(0.2)
+        all_sent.touch()
         code, output = run.finish()
     assert code == 0, output
     assert output_of(drafters) == "up\nsaved\n"
 
 
 def test_a_signal_after_the_work_is_done_loses_nothing(tmp_path: Path) -> None:
-    closes = shell("trap 'echo closing; sleep 1; exit 0' TERM; echo up; while :; do sleep 0.05; done")
-    feeder = part(tmp_path, "feeder", closes, serves=True)
-    drafters = part(tmp_path, "drafters", shell(f"until grep -qx up {feeder.log}; do sleep 0.05; done"))
+    sent = tmp_path / "sent"
+    closes = f"echo closing; until [ -e {sent} ]; do sleep 0.05; done; exit 0"
+    feeder = part(
+        tmp_path, "feeder", shell(f"trap '{closes}' TERM; echo up; while :; do sleep 0.05; done"), serves=True
+    )
+    drafters = part(tmp_path, "drafters", shell(until_up(feeder)))
     with supervised(feeder, drafters) as run:
         eventually(lambda: "closing" in output_of(feeder), "the feeder closes")
         run.process.send_signal(signal.SIGINT)
+        sent.touch()
         assert run.finish() == (0, "")
 
 
