@@ -25,7 +25,7 @@ from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.keys import DrafterKeys, FeederKeys, keygen
 
 PLAN = synthetic_plan()
-SECONDS = 5.0
+SECONDS = 30.0  # half of what a drafter waits where nobody says why
 UNKNOWN, PLAIN, PIN = (
     "refused a drafter with an unknown key",
     "refused a plain connection",
@@ -40,17 +40,18 @@ def key_files(tmp_path: Path) -> Path:
 
 
 def feeder_with(key_files: Path | None, log: Path | None = None) -> FeederProcess:
-    return FeederProcess("tcp://127.0.0.1:0", PLAN, Behaviour(keys=key_files, log=log))
+    return FeederProcess("tcp://127.0.0.1:0", PLAN, Behaviour(keys=key_files, log=log, silent_seconds=PATIENT))
 
 
 def refusal(endpoint: str, drafter: DrafterKeys | None) -> str:
     """What a drafter that is turned away reads, which must be soon."""
     start = time.monotonic()
-    with client_of([endpoint], PLAN, keys=drafter, connect_seconds=30) as client, pytest.raises(StreamError) as caught:
+    patience = 2 * SECONDS
+    with client_of([endpoint], PLAN, keys=drafter, connect_seconds=patience) as client, pytest.raises(StreamError) as e:
         client.connect()
     assert time.monotonic() - start < SECONDS
-    assert endpoint in str(caught.value)
-    return str(caught.value)
+    assert endpoint in str(e.value)
+    return str(e.value)
 
 
 def said(log: Path, words: str) -> None:
@@ -74,8 +75,9 @@ def misled(tmp_path: Path, key_files: Path) -> DrafterKeys:
 
 def test_a_listed_drafter_gets_the_right_rows_and_weights(key_files: Path) -> None:
     plan = synthetic_plan(row_tokens=1024, hidden_size=2304)  # rows of several chunks
+    behaviour = Behaviour(keys=key_files, silent_seconds=PATIENT)
     with (
-        feeders(FeederProcess("tcp://127.0.0.1:0", plan, Behaviour(keys=key_files))) as (feeder,),
+        feeders(FeederProcess("tcp://127.0.0.1:0", plan, behaviour)) as (feeder,),
         client_of([feeder.endpoint], plan, rows=3, keys=DrafterKeys.load(key_files), silent_seconds=PATIENT) as client,
     ):
         client.connect()
@@ -214,7 +216,7 @@ def test_a_tunnel_with_no_feeder_behind_it_is_not_taken_for_a_wrong_key(key_file
         threading.Thread(target=_hang_up_on_all, args=(server,), daemon=True).start()
         assert refusal_behind(endpoint, keyed=True) is None
         drafter = DrafterKeys.load(key_files)
-        with client_of([endpoint], PLAN, keys=drafter, connect_seconds=2.5) as client, pytest.raises(StreamError) as e:
+        with client_of([endpoint], PLAN, keys=drafter, connect_seconds=6.0) as client, pytest.raises(StreamError) as e:
             client.connect()
         assert "no feeder after" in str(e.value)
         assert "before it said anything (is its key the pinned one?)" in str(e.value)
