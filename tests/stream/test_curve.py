@@ -25,7 +25,8 @@ from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.keys import DrafterKeys, FeederKeys, keygen
 
 PLAN = synthetic_plan()
-SECONDS = 30.0  # half of what a drafter waits where nobody says why
+SECONDS = 5.0  # promised
+TRIES = 3  # a busy machine may be late once, a promise that is broken is so each time
 UNKNOWN, PLAIN, PIN = (
     "refused a drafter with an unknown key",
     "refused a plain connection",
@@ -45,12 +46,14 @@ def feeder_with(key_files: Path | None, log: Path | None = None) -> FeederProces
 
 def refusal(endpoint: str, drafter: DrafterKeys | None) -> str:
     """What a drafter that is turned away reads, which must be soon."""
-    start = time.monotonic()
-    patience = 2 * SECONDS
-    with client_of([endpoint], PLAN, keys=drafter, connect_seconds=patience) as client, pytest.raises(StreamError) as e:
-        client.connect()
-    assert time.monotonic() - start < SECONDS
-    assert endpoint in str(e.value)
+    took = []
+    while not took or (took[-1] >= SECONDS and len(took) < TRIES):
+        start = time.monotonic()
+        with client_of([endpoint], PLAN, keys=drafter, connect_seconds=60) as client, pytest.raises(StreamError) as e:
+            client.connect()
+        took.append(time.monotonic() - start)
+        assert endpoint in str(e.value)
+    assert took[-1] < SECONDS
     return str(e.value)
 
 
