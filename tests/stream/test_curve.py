@@ -58,7 +58,7 @@ def refusal(endpoint: str, drafter: DrafterKeys | None) -> str:
 
 
 def said(log: Path, words: str) -> None:
-    until(lambda: words in log.read_text(), SECONDS)
+    until(lambda: words in log.read_text())
 
 
 def stranger(tmp_path: Path, key_files: Path) -> DrafterKeys:
@@ -201,7 +201,7 @@ def test_without_an_answer_about_its_key_nobody_gets_in(key_files: Path, answere
         dealer.immediate = 1
         secure_drafter(dealer, DrafterKeys.load(key_files))
         dealer.connect(endpoint)
-        deadline, connected = time.monotonic() + (SECONDS if answered else 1.0), 0
+        deadline, connected = time.monotonic() + (PATIENT if answered else 1.0), 0
         while not connected and time.monotonic() < deadline:
             if gate is not None:
                 gate.attend()
