@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from process_trees import SECONDS, eventually, output_of, part, supervised
 
 from dflash_mp.process import children_of
@@ -123,10 +124,11 @@ def test_a_stop_is_not_undone_by_restarts(tmp_path: Path) -> None:
 def test_torchrun_that_still_waits_for_the_other_machines_stops_at_once(tmp_path: Path) -> None:
     worker, log = tmp_path / "worker.py", tmp_path / "log"
     worker.write_text(_WORKER)
-    rendezvous = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    (port,) = free_ports()
+    rendezvous = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     command = [sys.executable, "-m", "dflash_mp.torchrun", *rendezvous, str(worker), "wait"]
     with started(command, log) as torchrun:
-        eventually(lambda: _listens(int(rendezvous[-1])) or torchrun.poll() is not None, "the rendezvous is open")
+        eventually(lambda: _listens(port) or torchrun.poll() is not None, "the rendezvous is open")
         torchrun.send_signal(signal.SIGTERM)
         assert torchrun.wait(SECONDS) == 128 + signal.SIGTERM, log.read_text()
     assert "Traceback" not in log.read_text()
@@ -146,7 +148,8 @@ def test_a_signal_after_the_ranks_have_ended_makes_no_failure_of_it(tmp_path: Pa
     """The machine whose ranks are done waits for the other one's."""
     worker, go_on, logs = tmp_path / "worker.py", tmp_path / "go-on", [tmp_path / "0", tmp_path / "1"]
     worker.write_text(_EARLY_AND_LATE)
-    rendezvous = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    (port,) = free_ports()
+    rendezvous = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     command = [sys.executable, "-m", "dflash_mp.torchrun", *rendezvous]
     with (
         started([*command, "--node-rank", "0", str(worker), str(go_on)], logs[0]) as first,
@@ -172,13 +175,6 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -186,10 +182,10 @@ def _listens(port: int) -> bool:
 
 _ONLY_RANK = """
 import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}, sys.argv[1:], flush=True)
 if sys.argv[1] == "fail":
     os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "9" else sys.exit(int(sys.argv[2]))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 while True:
     time.sleep(0.05)
 """
