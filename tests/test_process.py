@@ -57,7 +57,8 @@ def test_marked_processes_are_found_whatever_their_session() -> None:
     mark = f"{os.getpid()}.test"
     child = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark}, start_new_session=True)
     try:
-        assert marked_processes(mark) == [child.pid]
+        # Its environment is set a moment after the rest of what an exec exchanges.
+        eventually(lambda: marked_processes(mark) == [child.pid], "the process and no other is found")
         assert child.pid in children_of(os.getpid())
     finally:
         child.kill()
