@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from process_trees import eventually
 
 from dflash_mp.health import Unhealthy, look
@@ -29,8 +29,7 @@ time.sleep(600)
 @contextmanager
 def feeders(tmp_path: Path, listening: tuple[bool, bool]) -> Iterator[int]:
     """A shell that has started two feeders."""
-    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-        ports = [a.getsockname()[1], b.getsockname()[1]]
+    ports = free_ports(2)
     config = tmp_path / "run.yaml"
     config.write_text(
         f"run_dir: r\ntarget: {{path: t}}\ndata: {{path: d}}\ntrain: {{steps: 1}}\nmetrics: {{feeder_port: null}}\n"
