@@ -99,11 +99,12 @@ def test_an_unknown_guard_is_named_with_those_there_are() -> None:
     assert "full-lock" in raised.value.remedy
 
 
-def queue_of(work: Work, ahead: int = 2) -> tuple[RowQueue, Callable[[RowKey], RowLayout]]:
+def queue_of(work: Work, ahead: int = 2, row_seconds: float = 60.0) -> tuple[RowQueue, Callable[[RowKey], RowLayout]]:
     assert work.plan is not None
     whole, layout_of = RowLayout.of(work.plan), row_lengths(work, work.plan, 0)
     source = _MadeHere(SyntheticRows(work.plan).make, whole)
-    return RowQueue(source, whole, layout_of, number=0, rows_per_step=1, ahead=ahead, row_seconds=1.0), layout_of
+    queue = RowQueue(source, whole, layout_of, number=0, rows_per_step=1, ahead=ahead, row_seconds=row_seconds)
+    return queue, layout_of
 
 
 def keys(count: int) -> Iterator[RowKey]:
@@ -150,12 +151,12 @@ def test_rows_taken_since_the_last_commit_can_be_taken_again(work: Work) -> None
 
 
 def test_the_queue_holds_no_more_rows_than_it_has_slots(work: Work) -> None:
-    queue, _ = queue_of(work, ahead=2)
+    queue, _ = queue_of(work, ahead=2, row_seconds=3.0)
     with queue:
         queue.schedule(keys(50))
         for key in keys(3):
             queue.take(key)
-        with pytest.raises(StreamError, match=r"train row 3 did not come in 1 s"):
+        with pytest.raises(StreamError, match=r"train row 3 did not come in 3 s"):
             queue.take(RowKey("train", 3))
     assert queue.broken
 
