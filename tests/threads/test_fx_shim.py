@@ -224,7 +224,7 @@ def test_it_is_neither_installed_nor_removed_while_another_thread_traces(monkeyp
 
 def test_a_trace_that_waits_too_long_for_its_turn_says_so() -> None:
     late = pytest.raises(FxShimError, match=r"an FX trace waited \d s")
-    with isolated(turn_seconds=0.5), Elsewhere(tracing_symbolically), late:
+    with isolated(turn_seconds=2.0), Elsewhere(tracing_symbolically), late:
         torch.fx.symbolic_trace(lambda x: x + 1)
 
 
