@@ -84,7 +84,7 @@ def test_a_child_that_nobody_waits_for_takes_nothing_from_what_others_compute() 
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"  # the kernel buries its children
         f"child = subprocess.Popen([sys.executable, '-c', {grandchild!r}], stdin=subprocess.PIPE)\n"
         "input()\nchild.communicate(b'\\n')\n"
-        "import time\nwhile time.process_time() < 0.6: pass\nprint(flush=True)\ninput()\n"
+        "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass\nprint(flush=True)\ninput()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
