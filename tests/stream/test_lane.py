@@ -222,7 +222,7 @@ def test_a_killed_feeders_rows_stay_readable_and_nothing_of_it_is_left(tmp_path:
         assert os.listdir(tmp_path) == []
     del held
     client._io.window = None
-    until(lambda: memfds() == before)
+    until(lambda: not memfds() - before)
     until(lambda: shared_memory_left(shm) == [])
 
 
