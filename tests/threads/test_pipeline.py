@@ -92,7 +92,7 @@ def test_a_thread_that_hangs_is_found_and_its_stack_is_told(work: Work, tmp_path
     release = threading.Event()
 
     def hang_here() -> None:
-        release.wait(60)
+        release.wait(250)
 
     before = time.monotonic()
     outcome = run_threads(work, guard(Interfering({3: hang_here})), [1], tmp_path, quiet_seconds=2.0)
@@ -100,7 +100,7 @@ def test_a_thread_that_hangs_is_found_and_its_stack_is_told(work: Work, tmp_path
     let_end(release)
     assert outcome.hung == ["drafter 1"]
     assert "in hang_here" in outcome.stacks["drafter 1"]
-    assert seconds < 50
+    assert seconds < 200  # it did not wait for the thread
     assert len(steps) == 1
 
 
@@ -109,14 +109,14 @@ def test_a_thread_that_hangs_with_the_compile_lock_is_told_too(work: Work, tmp_p
 
     def hang_in_a_compilation() -> None:
         with compile_lock:
-            release.wait(120)
+            release.wait(250)
 
     turn = Interfering({2: hang_in_a_compilation})
     before = time.monotonic()
     outcome = run_threads(
         work, dataclasses.replace(GUARDS["shim"], turns=lambda: lambda: turn), [0], tmp_path, quiet_seconds=2.0
     )
-    assert time.monotonic() - before < 50  # it did not wait for the lock
+    assert time.monotonic() - before < 200  # it did not wait for the lock
     assert outcome.hung == ["drafter 0"]
     let_end(release)
     assert fx_shim.uninstall()
@@ -124,11 +124,11 @@ def test_a_thread_that_hangs_with_the_compile_lock_is_told_too(work: Work, tmp_p
 
 def test_a_thread_that_computes_is_not_taken_for_hung(work: Work, tmp_path: Path) -> None:
     def compute() -> None:
-        until = time.monotonic() + 3.0
+        until = time.monotonic() + 6.0
         while time.monotonic() < until:
             sum(range(10_000))
 
-    outcome = run_threads(work, guard(Interfering({2: compute})), [0], tmp_path, quiet_seconds=0.5)
+    outcome = run_threads(work, guard(Interfering({2: compute})), [0], tmp_path, quiet_seconds=2.0)
     assert outcome.hung == []
     assert len(read_log(log_file(tmp_path, 0)).steps) == 4
 
@@ -177,8 +177,8 @@ def test_a_process_that_ignores_everything_is_dumped_and_killed_with_its_childre
         f"faulthandler.register(signal.SIGUSR1, open({str(tmp_path / 'stacks.txt')!r}, 'w'))\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
-        "def stuck_for_good():\n    time.sleep(300)\n"
-        "print('ready', flush=True)\nstuck_for_good()\n"
+        "def stuck_for_good():\n    print('ready', flush=True)\n    time.sleep(300)\n"
+        "stuck_for_good()\n"
     )
     worker = Worker([sys.executable, "-c", program], tmp_path, dict(os.environ))
     # The worker removes stale files first; what the program wrote is its own.
@@ -216,7 +216,9 @@ def test_the_next_modes_processes_are_there_before_a_mode_begins(tmp_path: Path)
     assert (none.failure, processes.failure) == ("", "")
     assert [len(log.steps) for found in (none, processes) for log in found.logs.values()] == [2, 2]
     assert [len(left) for left in ended] == [1, 0]
-    assert processes.start_seconds < none.start_seconds
+    (outcome,) = processes.outcomes
+    assert outcome is not None
+    assert processes.start_seconds < sum(outcome["start"].values())  # without its imports, which were before its turn
 
 
 @pytest.fixture(scope="module")
