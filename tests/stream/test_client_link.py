@@ -33,10 +33,11 @@ def test_a_feeder_that_is_lost_while_it_is_described_does_no_harm(tmp_path: Path
         link = Losing(ipc(tmp_path), context, zmq.Poller())
         link.state, link.row_time.seconds = "live", 0.5
         busy = Pong(1, 0, 2, keys(0, 1)[0], 30.0)
+        link.heard = now = time.monotonic()
         answers.append(busy)
-        assert link.stuck_for(time.monotonic()) >= 30
+        assert link.stuck_for(now) >= 30
         answers.append(busy)
-        assert "is connected and busy with train row 0 for 30 s, 2 more queued" in link.describe(time.monotonic())
+        assert "is connected and busy with train row 0 for 30 s, 2 more queued" in link.describe(now)
         link.close()
     finally:
         context.destroy(linger=0)

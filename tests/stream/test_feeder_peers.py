@@ -103,12 +103,11 @@ def test_waiting_for_a_release_counts_as_blocked_and_waiting_for_a_request_as_id
     peers.next_job(0.05)
     assert peers.time_spent().idle >= 0.05 > peers.time_spent().blocked
     ask(peers, peer, 1, 2, 3)
+    assert [make(peers) is not None for _ in range(3)] == [True, True, False]
     idle = peers.time_spent().idle
-    assert make(peers) is not None
-    assert make(peers) is not None
     assert peers.next_job(0.2) is None
     assert peers.time_spent().blocked >= 0.2
-    assert peers.time_spent().idle - idle < 0.1
+    assert peers.time_spent().idle == idle
 
 
 @settings(max_examples=150, deadline=None)
@@ -245,7 +244,7 @@ def test_nothing_waits_while_a_checksum_is_taken() -> None:
         def update(self, data: object) -> None:
             other = threading.Thread(target=peers.next_job, args=(0,), daemon=True)
             other.start()
-            other.join(5)
+            other.join(60)
             assert not other.is_alive()
 
         def intdigest(self) -> int:
