@@ -95,7 +95,7 @@ def test_a_feeder_at_a_new_address_joins_a_running_job_and_one_that_is_struck_of
         client_of([], rows=4, **QUICK, feeders_file=file) as client,
     ):
         client.connect()
-        client.schedule(iter(keys(0, 300)))
+        client.schedule(iter(keys(0, 1000)))
         assert len(list(take_all(client, keys(0, 20)))) == 20
         first.kill()
         write(file, b)
@@ -103,7 +103,7 @@ def test_a_feeder_at_a_new_address_joins_a_running_job_and_one_that_is_struck_of
         assert list(client.stats.rows_by_feeder) == [b]
         with feeders(FeederProcess(c, behaviour=slow)):
             write(file, b, c)
-            rows = take_all(client, keys(60, 300))
+            rows = take_all(client, keys(60, 1000))
             until(lambda: next(rows) and client.stats.rows_by_feeder.get(c, 0) > 0)
             write(file, c)
             until(lambda: next(rows) and list(client.stats.rows_by_feeder) == [c])
@@ -120,8 +120,8 @@ def test_a_second_address_of_a_feeder_that_is_added_to_a_running_job_is_dropped_
         write(file, feeder.endpoint)
         with client_of([], rows=4, **QUICK, feeders_file=file) as client:
             client.connect()
-            client.schedule(iter(keys(0, 400)))
-            rows = take_all(client, keys(0, 400))
+            client.schedule(iter(keys(0, 1000)))
+            rows = take_all(client, keys(0, 1000))
             again = f"ipc://{tmp_path}/./feeder.sock"
             write(file, feeder.endpoint, again)
             until(lambda: next(rows) and [link.state for link in client._io.links][1:] == ["closed"])

@@ -39,6 +39,7 @@ def test_two_drafters_get_their_rows_from_two_feeders_over_ipc_and_tcp(tmp_path:
             try:
                 with client_of(endpoints, rank=rank, world=2, silent_seconds=PATIENT) as client:
                     client.connect()
+                    until(lambda: len(client._io.live()) == 2)
                     wanted = keys(rank * 100, rank * 100 + 60) + [RowKey("held_out", n) for n in range(8)]
                     client.schedule(iter(wanted))
                     assert list(take_all(client, wanted)) == wanted
@@ -52,8 +53,9 @@ def test_two_drafters_get_their_rows_from_two_feeders_over_ipc_and_tcp(tmp_path:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(200)
         assert not failures, failures
+        assert len(shares) == 2
         assert all(min(share.values()) > 0 for share in shares), shares  # both feeders work for both
 
 
@@ -146,7 +148,7 @@ def test_a_window_too_small_to_go_on_is_refused_with_the_number_that_would_do(tm
 
 def test_a_slow_feeder_makes_as_few_rows_as_it_manages(tmp_path: Path) -> None:
     with feeders(
-        FeederProcess(ipc(tmp_path, "slow"), behaviour=Behaviour(seconds_per_row=0.2)),
+        FeederProcess(ipc(tmp_path, "slow"), behaviour=Behaviour(seconds_per_row=1.0)),
         FeederProcess(ipc(tmp_path, "fast"), behaviour=Behaviour(seconds_per_row=0.01)),
     ) as (slow, fast):
         with client_of([slow.endpoint, fast.endpoint], rows=32) as client:
@@ -158,9 +160,9 @@ def test_a_slow_feeder_makes_as_few_rows_as_it_manages(tmp_path: Path) -> None:
 
 
 def test_the_feeder_knows_who_is_connected_and_who_waits(tmp_path: Path) -> None:
-    behaviour = Behaviour(seconds_per_row=0.05)
+    behaviour = Behaviour(seconds_per_row=0.2, silent_seconds=PATIENT)
     with feeders(FeederProcess(ipc(tmp_path), behaviour=behaviour)) as (feeder,):
-        with client_of([feeder.endpoint], rank=1, world=2, rows=3) as client:
+        with client_of([feeder.endpoint], rank=1, world=2, rows=3, silent_seconds=PATIENT) as client:
             client.connect()
             client.schedule(iter(keys(0, 9)))
             feeder.look()
