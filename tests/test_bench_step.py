@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,21 +51,18 @@ def test_the_share_of_recomputation_at_8b() -> None:
 
 def test_works_are_timed_in_series_of_a_like_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timing._SERIES, "cpu", (0.02, 2))
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     calls: list[str] = []
 
     def work(name: str, seconds: float) -> None:
-        calls.append(name)
-        time.sleep(seconds)
+        calls.append(name[0])
+        now[0] += seconds
 
     turns = timing.by_turns((lambda: work("long", 0.05), lambda: work("short", 0.01)), torch.device("cpu"), turns=3)
     assert [len(turn) for turn in turns] == [2, 2, 2]
-    assert all(long > 0.05 and short > 0.01 for long, short in turns)
-    of_turns = "".join(name[0] for name in calls[2:])
-    series = of_turns[: len(of_turns) // 3]
-    assert of_turns == series * 3
-    assert series.count("l") == 2
-    assert 5 <= series.count("s") <= 11
-    assert series.startswith("lls")
+    assert all(turn == pytest.approx((0.05, 0.01)) for turn in turns)
+    assert "".join(calls) == "ls" + 3 * ("ll" + 10 * "s")
 
 
 def test_the_gradients_are_those_of_the_float64_twin_and_a_wrong_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
