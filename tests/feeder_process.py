@@ -40,8 +40,9 @@ class Behaviour:
     seconds_per_row: float = 0.0
     fails: dict[int, bool] = field(default_factory=dict)
     stuck_at: int | None = None  # ordinal that is computed for ever
+    stuck_after: int | None = None  # all behind this ordinal are
     corrupts: int = 0  # the first rows, after their checksum was taken
-    silent_seconds: float = 2.0
+    silent_seconds: float = 4.0
     memory_mib: float = 64.0
     run: str = RUN
     keys: Path | None = None
@@ -58,6 +59,7 @@ class FeederProcess:
         self._process.start()
         theirs.close()
         if not self._pipe.poll(START_SECONDS):
+            self.kill()
             raise TimeoutError("the feeder process does not listen")
         self.endpoint: str = self._pipe.recv()
 
@@ -95,11 +97,12 @@ class FeederProcess:
 
 @contextlib.contextmanager
 def feeders(*processes: FeederProcess) -> Iterator[list[FeederProcess]]:
-    """Kill what is left of `processes` at the end."""
+    """Kill what is left of `processes`, and of those that were added to the list, at the end: Python waits for them before it exits."""
+    started = list(processes)
     try:
-        yield list(processes)
+        yield started
     finally:
-        for process in processes:
+        for process in started:
             process.close()
 
 
@@ -137,7 +140,8 @@ def _main(pipe: Connection, endpoint: str, plan: StreamPlan, behaviour: Behaviou
 
     def compute(key: RowKey, buffer: torch.Tensor) -> None:
         time.sleep(behaviour.seconds_per_row)
-        if key.ordinal == behaviour.stuck_at:
+        after = behaviour.stuck_after
+        if key.ordinal == behaviour.stuck_at or (after is not None and key.ordinal > after):
             time.sleep(3600)
         if key.ordinal in behaviour.fails:
             raise RuntimeError("a passing trouble") if behaviour.fails[key.ordinal] else DataError("row is broken")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from drafter_process import start_drafter
 from feeder_process import Behaviour, FeederProcess, feeders, until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 from test_stream import ipc
 
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan
@@ -23,16 +23,16 @@ from dflash_mp.stream.client_link import Link
 def test_a_killed_feeders_rows_come_from_the_other(tmp_path: Path) -> None:
     with (
         feeders(
-            FeederProcess(ipc(tmp_path, "a"), behaviour=Behaviour(seconds_per_row=0.02)),
+            FeederProcess(ipc(tmp_path, "a"), behaviour=Behaviour(seconds_per_row=0.02, stuck_after=10)),
             FeederProcess(ipc(tmp_path, "b"), behaviour=Behaviour(seconds_per_row=0.02)),
         ) as (first, second),
         client_of([first.endpoint, second.endpoint], rows=8) as client,
     ):
         client.connect()
+        until(lambda: len(client._io.live()) == 2)
         client.schedule(iter(keys(0, 40)))
-        taken = take_all(client, keys(0, 40))
-        for key in taken:
-            if key.ordinal == 10:
+        for key in take_all(client, keys(0, 40)):
+            if key.ordinal >= 10 and client._io.links[0].asked:  # for what it won't have sent when it dies
                 first.kill()
         assert client.stats.rows == 40
         assert client.stats.reasked >= 1
@@ -97,14 +97,14 @@ def test_a_feeder_that_answers_nothing_is_taken_for_dead(tmp_path: Path) -> None
 
 def test_a_feeder_stuck_in_a_row_is_told_from_a_dead_one(tmp_path: Path) -> None:
     with (
-        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(stuck_at=2))) as (feeder,),
-        client_of([feeder.endpoint], row_seconds=1.5, silent_seconds=1.0) as client,
+        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(stuck_at=2, silent_seconds=PATIENT))) as (feeder,),
+        client_of([feeder.endpoint], row_seconds=4.0, silent_seconds=PATIENT) as client,
     ):
         client.connect()
         client.schedule(iter(keys(0, 5)))
         with pytest.raises(StreamError) as caught:
             list(take_all(client, keys(0, 5)))
-        assert "rank 0: train row 2 did not come within 1.5 s" in str(caught.value)
+        assert "rank 0: train row 2 did not come within 4 s" in str(caught.value)
         assert f"{feeder.endpoint} is connected and busy with train row 2 for " in str(caught.value)
 
 
@@ -143,8 +143,8 @@ def test_a_row_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 def test_a_corrupted_row_is_asked_again_and_counted(tmp_path: Path) -> None:
     with (
-        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(corrupts=2))) as (feeder,),
-        client_of([feeder.endpoint]) as client,
+        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(corrupts=2, silent_seconds=PATIENT))) as (feeder,),
+        client_of([feeder.endpoint], silent_seconds=PATIENT) as client,
     ):
         client.connect()
         client.schedule(iter(keys(0, 20)))
@@ -227,9 +227,7 @@ def test_a_feeder_named_twice_is_found_out(tmp_path: Path) -> None:
 def test_no_feeder_at_all_is_a_bounded_wait(tmp_path: Path) -> None:
     with client_of([ipc(tmp_path)], connect_seconds=0.5) as client, pytest.raises(StreamError) as caught:
         client.connect()
-    assert f"no feeder after 0 s: {ipc(tmp_path)}: nothing answers there" in str(caught.value) or (
-        f"no feeder after 1 s: {ipc(tmp_path)}: nothing answers there" in str(caught.value)
-    )
+    assert re.search(rf"no feeder after \d+ s: {ipc(tmp_path)}: nothing answers there", str(caught.value))
 
 
 def test_a_drafter_that_starts_again_takes_its_own_place(tmp_path: Path) -> None:
@@ -253,10 +251,10 @@ def test_a_drafter_that_leaves_or_dies_frees_what_it_held(tmp_path: Path) -> Non
         leaving.close()
         assert not feeder.look()[0].drafters  # at once
         dying = start_drafter(feeder.endpoint)
-        assert [d.name for d in feeder.look()[0].drafters] == ["rank 1"]
+        until(lambda: [d.name for d in feeder.look()[0].drafters] == ["rank 1"])
         dying.kill()
         dying.join()
-        until(lambda: not feeder.look()[0].drafters, seconds=2)
+        until(lambda: not feeder.look()[0].drafters)
 
 
 def test_a_dead_drafter_is_noticed_in_seconds_however_long_a_silence_may_be(tmp_path: Path) -> None:
@@ -274,23 +272,23 @@ def test_a_stuck_feeders_rows_come_from_another_and_it_is_named_when_there_is_no
             FeederProcess(ipc(tmp_path, "stuck"), behaviour=Behaviour(stuck_at=12)),
             FeederProcess(ipc(tmp_path, "good"), behaviour=Behaviour(seconds_per_row=0.02)),
         ) as (stuck, good),
-        client_of([stuck.endpoint, good.endpoint], rows=4, row_seconds=20.0) as client,
+        client_of([stuck.endpoint, good.endpoint], rows=4, row_seconds=60.0) as client,
     ):
         client.connect()
         client.schedule(iter(keys(0, 60)))
         started = time.monotonic()
         assert len(list(take_all(client, keys(0, 40)))) == 40
-        assert time.monotonic() - started < 15  # not row_seconds, nor silent_seconds: it isn't silent
+        assert time.monotonic() - started < 30  # not row_seconds, nor silent_seconds: it isn't silent
         good.kill()
     with (
-        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(stuck_at=4))) as (feeder,),
-        client_of([feeder.endpoint], rank=1, world=2, row_seconds=4.0) as client,
+        feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(stuck_at=4, silent_seconds=PATIENT))) as (feeder,),
+        client_of([feeder.endpoint], rank=1, world=2, row_seconds=8.0, silent_seconds=PATIENT) as client,
     ):
         client.connect()
         client.schedule(iter(keys(0, 9)))
         with pytest.raises(StreamError) as caught:
             list(take_all(client, keys(0, 9)))
-        assert "rank 1: train row 4 did not come within 4 s: " in caught.value.what
+        assert "rank 1: train row 4 did not come within 8 s: " in caught.value.what
         assert re.search(rf"{feeder.endpoint} was asked \d+ s ago", caught.value.what)
         assert re.search(rf"{feeder.endpoint} is connected and busy with train row 4 for \d+ s", caught.value.what)
         assert re.search(r"it answers, but is stuck: it made rows in 0\.\d s before", caught.value.what)
