@@ -8,12 +8,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from feeder_process import Behaviour, FeederProcess, feeders, until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 from test_stream import ipc
 
 from dflash_mp.bench import zmtp
@@ -27,13 +27,15 @@ from dflash_mp.stream.keys import DrafterKeys, keygen
 PLAN = synthetic_plan()
 CUT = "cut off a connection"
 MIB = 2**20
+SILENT = 4.0  # seconds
 KIB64 = 65536
 
 
 @pytest.fixture(params=["ipc", "tcp"])
 def feeder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FeederProcess]:
     endpoint = ipc(tmp_path) if request.param == "ipc" else "tcp://127.0.0.1:0"
-    with feeders(FeederProcess(endpoint, PLAN, Behaviour(log=tmp_path / "log"))) as (feeder,):
+    behaviour = Behaviour(log=tmp_path / "log", silent_seconds=SILENT)
+    with feeders(FeederProcess(endpoint, PLAN, behaviour)) as (feeder,):
         yield feeder
 
 
@@ -57,7 +59,7 @@ def sent_until_cut_off(endpoint: str, part: bytes) -> int:
 
 
 def test_a_message_that_never_ends_is_cut_off_and_disturbs_nobody(feeder: FeederProcess, tmp_path: Path) -> None:
-    with client_of([feeder.endpoint], PLAN) as client:
+    with client_of([feeder.endpoint], PLAN, silent_seconds=PATIENT) as client:
         client.connect()
         client.schedule(iter(keys(0, 40)))
         rows = take_all(client, keys(0, 40))
@@ -68,7 +70,7 @@ def test_a_message_that_never_ends_is_cut_off_and_disturbs_nobody(feeder: Feeder
         assert feeder.look()[2] - before < most_growth * MIB
         assert len(list(rows)) == 39
         assert client.stats.reasked == 0
-    assert said(tmp_path / "log") == 1
+    until(lambda: said(tmp_path / "log") == 1)
 
 
 def test_a_whole_message_of_very_many_frames_is_refused_and_stops_nobody(feeder: FeederProcess) -> None:
@@ -83,11 +85,11 @@ def test_a_whole_message_of_very_many_frames_is_refused_and_stops_nobody(feeder:
 def test_connections_that_say_nothing_are_cut_off_and_a_drafter_that_waits_is_not(
     feeder: FeederProcess, tmp_path: Path
 ) -> None:
-    with client_of([feeder.endpoint], PLAN) as client:
+    with client_of([feeder.endpoint], PLAN, silent_seconds=SILENT) as client:
         client.connect()
         half_open = [zmtp.connect(feeder.endpoint) for _ in range(20)]
         idle = [zmtp.dealer(feeder.endpoint) for _ in range(12)]
-        until(lambda: said(tmp_path / "log") == 32, seconds=20)
+        until(lambda: said(tmp_path / "log") == 32)
         client.schedule(iter(keys(0, 20)))
         assert len(list(take_all(client, keys(0, 20)))) == 20
         assert client.stats.reasked == 0
@@ -98,16 +100,14 @@ def test_connections_that_say_nothing_are_cut_off_and_a_drafter_that_waits_is_no
 
 def test_a_drafter_with_keys_that_waits_is_not_cut_off(tmp_path: Path) -> None:
     keygen(tmp_path / "keys")
-    behaviour = Behaviour(keys=tmp_path / "keys", silent_seconds=1.0, log=tmp_path / "log")
+    behaviour = Behaviour(keys=tmp_path / "keys", silent_seconds=SILENT, log=tmp_path / "log")
     with (
         feeders(FeederProcess("tcp://127.0.0.1:0", PLAN, behaviour)) as (feeder,),
-        client_of([feeder.endpoint], PLAN, keys=DrafterKeys.load(tmp_path / "keys")) as client,
+        client_of([feeder.endpoint], PLAN, keys=DrafterKeys.load(tmp_path / "keys"), silent_seconds=SILENT) as client,
     ):
         client.connect()
         with zmtp.connect(feeder.endpoint):
-            until(
-                lambda: said(tmp_path / "log") == 1, seconds=20
-            )  # so a drafter that waits would be cut off by now, too
+            until(lambda: said(tmp_path / "log") == 1)  # so a drafter that waits would be cut off by now, too
         assert client._io.links[0].last_loss == ""
 
 
@@ -171,12 +171,22 @@ def bring(pair: Pair, nbytes: int) -> None:
 
 
 def looks(connections: Connections, seconds: float = 0.15) -> int:
-    """How many were cut off within a while that has several looks."""
+    """How many were cut off within a while, by six looks at least, the last one after it."""
     end, cut = time.monotonic() + seconds, connections.cut
-    while time.monotonic() < end:
-        connections.look()
-        time.sleep(0.001)
+    looks_until(connections, lambda looks: looks >= 6 and connections._looked >= end)
     return connections.cut - cut
+
+
+def looks_until(connections: Connections, enough: Callable[[int], bool]) -> int:
+    """How many there were."""
+    looks = 0
+    while not enough(looks):
+        before = connections._looked
+        connections.look()
+        looks += connections._looked > before
+        assert looks < 1000
+        time.sleep(0.001)
+    return looks
 
 
 def test_what_a_new_connection_sends_before_the_first_look_counts(listener: socket.socket) -> None:
@@ -208,13 +218,13 @@ def test_one_that_sends_without_end_is_cut_off_within_milliseconds_and_what_it_s
             connections.heard(pair[1].fileno())
             until(lambda: connections.look_seconds == idle_seconds or bool(connections.look()))
             bring(pair, KIB64 + 1)
-            until(lambda: connections.look_seconds < idle_seconds / 4 or bool(connections.look()), seconds=0.5)
+            assert looks_until(connections, lambda _: connections.look_seconds < idle_seconds / 4) == 1
         pair[0].settimeout(0.2)
         with contextlib.suppress(TimeoutError):
             for _ in range(16):
                 pair[0].sendall(bytes(KIB64))
                 pair[1].recv(16384)
-        until(lambda: connections.look() == 1, seconds=0.5)
+        assert looks_until(connections, lambda _: connections.cut == 1) == 1
         assert pair[1].recv(1) == b""
         assert _hung_up(pair[0])
         looks(connections)
@@ -342,7 +352,7 @@ def test_a_descriptor_that_is_another_socket_when_the_feeder_hears_of_it_is_left
             assert len(connections) == 0
             connections.accepted(its.fileno())
             assert len(connections) == 1
-            assert looks(connections, 1.0) == 1
+            until(lambda: connections.look() == 1)  # noqa: B023  # called here
         assert not _hung_up(far)
 
 
