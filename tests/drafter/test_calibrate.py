@@ -18,7 +18,7 @@ from dflash_mp.drafter.objective import Objective
 from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.weights import FrozenWeights
 
-SECONDS = 0.25  # of a row
+SECONDS = 0.6  # of a row
 MICRO_BATCH = 0.1  # of a micro-batch, and a little more
 
 
@@ -50,6 +50,6 @@ def test_a_slow_feeder_is_measured_and_does_not_make_the_drafter_look_slow(
             stop.set()
             serving.join()
     assert 0.3 / SECONDS < pace.feeder_rows_per_second <= 1.2 / SECONDS
-    assert 0.5 * MICRO_BATCH < pace.micro_batch_seconds < MICRO_BATCH + 0.8 * SECONDS
+    assert 0.5 * MICRO_BATCH < pace.micro_batch_seconds < MICRO_BATCH + 0.5 * SECONDS
     assert pace.step_seconds < SECONDS
     assert not (tmp_path / "run").exists()
