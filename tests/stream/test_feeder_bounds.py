@@ -14,7 +14,7 @@ import pytest
 import zmq
 from drafter_process import start_drafter
 from feeder_process import Behaviour, FeederProcess, feeders, until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 from test_stream import ipc
 
 from dflash_mp.bench.synthetic import RUN, synthetic_expectations, synthetic_plan, synthetic_weights
@@ -40,7 +40,7 @@ class RawPeer:
         self.socket.send_multipart([f if isinstance(f, bytes) else m.encode(f) for f in frames])
 
     def receive(self) -> m.Message:
-        assert self.socket.poll(5000), "no answer"
+        assert self.socket.poll(60_000), "no answer"
         return m.decode(self.socket.recv_multipart()[0])
 
     def hello(self, peer: str = "raw") -> None:
@@ -53,7 +53,8 @@ class RawPeer:
 
 @pytest.fixture
 def feeder(tmp_path: Path) -> Iterator[FeederProcess]:
-    with feeders(FeederProcess(ipc(tmp_path), PLAN, Behaviour(memory_mib=8 * ROW_MIB))) as (feeder,):
+    behaviour = Behaviour(memory_mib=8 * ROW_MIB, silent_seconds=PATIENT)  # some peers say nothing for a while
+    with feeders(FeederProcess(ipc(tmp_path), PLAN, behaviour)) as (feeder,):
         yield feeder
 
 

@@ -12,7 +12,7 @@ import pytest
 import stream_client
 import torch
 from feeder_process import until
-from stream_client import client_of, keys, take_all
+from stream_client import PATIENT, client_of, keys, take_all
 
 from dflash_mp.bench.synthetic import RUN, synthetic_plan, synthetic_row, synthetic_weights
 from dflash_mp.data.row import RowKey
@@ -138,7 +138,10 @@ def test_an_error_is_that_of_the_row_whose_work_failed(tmp_path: Path) -> None:
         device.end(4)
 
     ends = threading.Thread(target=end_each_when_the_next_is_started)
-    with serving(tmp_path, device) as (service, _), client_of([service.endpoint]) as client:
+    with (
+        serving(tmp_path, device) as (service, _),
+        client_of([service.endpoint], silent_seconds=PATIENT) as client,
+    ):
         client.connect()
         client.schedule(iter(keys(0, 5)))
         ends.start()
