@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
-from process_trees import part, shell
+from process_trees import eventually, part, shell
 from rich.console import Console
 from tiny_run import make_tiny_run
 
@@ -222,10 +222,8 @@ def talking(tmp_path: Path) -> Iterator[list[Running]]:
         part(tmp_path, "drafters", shell("echo started; echo training; exec sleep 600")),
     ]
     running = [Running(one, os.environ) for one in parts]
-    deadline = time.monotonic() + 20
-    while not all(("3 rows/s]\n" if p.serves else "training\n") in p.log.read_text() for p in parts):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    last = {"feeder 0": "3 rows/s]\n", "drafters": "training\n"}
+    eventually(lambda: all(last[p.name] in p.log.read_text() for p in parts), "both have said all that they say")
     yield running
     for one in running:
         one.process.kill()
