@@ -8,9 +8,11 @@ import time
 import pytest
 from hosts import Host, network
 
+_SILENT = 2.0  # seconds without progress where there can't be any
 
-def _exchange(server: Host, client: Host, address: str, megabytes: float = 0.0) -> float:
-    """Seconds from connecting to the answer, after `megabytes` to the server. Raises `OSError` after two seconds without progress."""
+
+def _exchange(server: Host, client: Host, address: str, megabytes: float = 0.0, patience: float = 60.0) -> float:
+    """Seconds from connecting to the answer, after `megabytes` to the server. Raises `OSError` after `patience` without progress."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with server.entered():
         listening = socket.socket(family)
@@ -19,12 +21,13 @@ def _exchange(server: Host, client: Host, address: str, megabytes: float = 0.0) 
     with client.entered():
         calling = socket.socket(family)
     with listening, calling:
-        calling.settimeout(2)
+        listening.settimeout(patience)
+        calling.settimeout(patience)
         started = time.monotonic()
         calling.connect((address, listening.getsockname()[1]))
         answering, _ = listening.accept()
         with answering:
-            answering.settimeout(2)
+            answering.settimeout(patience)
             left = data = bytes(int(megabytes * 2**20) or 1)
             calling.setblocking(False)
             while left:
@@ -35,7 +38,7 @@ def _exchange(server: Host, client: Host, address: str, megabytes: float = 0.0) 
             while data:
                 data = data[len(answering.recv(1 << 20)) :]
             answering.send(b"x")
-            calling.settimeout(2)
+            calling.settimeout(patience)
             assert calling.recv(1) == b"x"
         return time.monotonic() - started
 
@@ -63,14 +66,14 @@ def test_the_wire_can_be_slow_and_lossy() -> None:
         assert _exchange(a, b, a.address, megabytes=1) > 0
         wire.shape(loss=1.0)
         with pytest.raises(TimeoutError):
-            _exchange(a, b, a.address)
+            _exchange(a, b, a.address, patience=_SILENT)
 
 
 def test_a_partition_is_silent_and_ends() -> None:
     with network("a", "b", "c") as (wire, a, b, c):
         wire.cut(a, b)
         with pytest.raises(TimeoutError):
-            _exchange(a, b, a.address)
+            _exchange(a, b, a.address, patience=_SILENT)
         _exchange(a, c, a.address)
         wire.mend()
         _exchange(a, b, a.address)
@@ -82,6 +85,6 @@ def test_an_address_can_change() -> None:
         a.move("10.77.0.9")
         _exchange(a, b, a.address)
         with b.entered(), socket.socket() as calling:
-            calling.settimeout(2)
+            calling.settimeout(_SILENT)
             with pytest.raises(OSError):
                 calling.connect((old, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from feeder_process import Behaviour, FeederProcess, feeders, until
 from hosts import Host, network
 from stream_client import client_of, keys, take_all
 
+from dflash_mp.data.row import RowKey
 from dflash_mp.errors import StreamError
 from dflash_mp.stream.keys import DrafterKeys, keygen
 
@@ -59,17 +61,21 @@ def test_a_partition_is_waited_out_and_what_was_under_way_is_asked_again(key_fil
             client_of([feeder.endpoint], keys=DrafterKeys.load(key_files), **BOUNDS) as client,
         ):
             client.connect()
-            client.schedule(iter(keys(0, 80)))
-            rows = take_all(client, keys(0, 80))
+            client.schedule(iter(keys(0, 160)))
+            rows = take_all(client, keys(0, 160))
             for _ in range(40):
                 next(rows)
+            taken: list[RowKey] = []
+            taking = threading.Thread(target=lambda: taken.extend(rows), daemon=True)  # so there is a row under way
+            taking.start()
             wire.cut(far, near)
-            until(lambda: not client._io.live(), 30)
-            until(lambda: not feeder.look()[0].drafters, 30)
+            until(lambda: not client._io.live())
+            until(lambda: not feeder.look()[0].drafters)
             if (left := PARTITION_SECONDS - 2) > 0:
                 time.sleep(left)
             wire.mend()
-            assert len(list(rows)) == 40
+            taking.join(BOUNDS["row_seconds"])
+            assert taken == keys(40, 160)
             assert client.stats.reasked >= 1
 
 
