@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from process_trees import SECONDS
+from process_trees import SECONDS, eventually
 from rich.console import Console
 
 from dflash_mp.config import RunConfig
@@ -77,15 +77,20 @@ def test_nothing_that_an_endpoint_does_makes_it_wait_or_fail() -> None:
     ):
         quiet = f"127.0.0.1:{silent.getsockname()[1]}"
         scraper = Scraper([page, other, broken, drip, quiet, "no-such-host.invalid:1"], seconds=1.0)
-        for _ in range(2):
+
+        def read() -> dict[str, str]:
             started = time.monotonic()
             readings = {reading.endpoint: reading.problem for reading in scraper.read()}
             assert time.monotonic() - started < 10
-    assert readings[page] == readings[other] == "it answers, but not with figures of dflash-mp"
-    assert readings[broken] == "it answers with status 500"
-    assert readings[drip] == "no answer within 1 s"
-    assert readings[quiet].startswith("no answer")
-    assert readings["no-such-host.invalid:1"]
+            assert readings[drip] == "no answer within 1 s"
+            assert readings[quiet].startswith("no answer")
+            assert readings["no-such-host.invalid:1"]
+            return {each: readings[each] for each in (page, other, broken)}
+
+        stranger = "it answers, but not with figures of dflash-mp"
+        wanted = {page: stranger, other: stranger, broken: "it answers with status 500"}
+        read()
+        eventually(lambda: read() == wanted, "those that answer at once are read")
 
 
 @pytest.mark.parametrize("wrong", ["nonsense", "host:", ":17400", "host:port", "host:99999"])
@@ -188,13 +193,14 @@ def test_the_last_warnings_of_all_processes_are_shown_in_order_and_cannot_move_t
     with answering(b'[{"time": 1, "level": "error", "text": "a\\u001b[2Jb"}]') as endpoint:
         from dflash_mp.monitor.scrape import _events, _get, split_endpoint
 
-        (event,) = _events(_get(split_endpoint(endpoint), "/events", 5.0))
+        (event,) = _events(_get(split_endpoint(endpoint), "/events", SECONDS))
         assert event.text == "a [2Jb"
 
 
 def test_the_live_view_ends_in_order_at_ctrl_c() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))  # nobody else gets it, and nobody listens
+    closed = f"127.0.0.1:{taken.getsockname()[1]}"
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "dflash_mp.cli", "top", "--endpoint", closed, "--seconds", "0.1"]
     process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env={**os.environ, "TERM": "xterm"})
@@ -216,3 +222,4 @@ def test_the_live_view_ends_in_order_at_ctrl_c() -> None:
         process.kill()
         process.wait()
         os.close(terminal)
+        taken.close()
