@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -45,14 +46,21 @@ def check_endpoint(endpoint: str, insecure_no_auth: bool, keyed: bool = False) -
         )
 
 
-def bind(router: zmq.Socket[bytes], endpoint: str, insecure_no_auth: bool, keyed: bool = False) -> str:
-    """Listen on `endpoint` and return the address got (port 0 is resolved)."""
+def bind(
+    router: zmq.Socket[bytes],
+    endpoint: str,
+    insecure_no_auth: bool,
+    keyed: bool = False,
+    before: Callable[[], None] = lambda: None,
+) -> str:
+    """Listen on `endpoint` and return the address got (port 0 is resolved). `before` is called when nobody else listens at an ipc path."""
     check_endpoint(endpoint, insecure_no_auth, keyed)
     allow_ipv6(router, endpoint)
     path = ipc_path(endpoint)
     if path is not None:
         _prepare_directory(path)
         _check_nobody_listens(path, endpoint)
+        before()
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:

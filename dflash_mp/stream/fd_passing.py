@@ -46,7 +46,7 @@ def lane_address(endpoint: str) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen at a lane's address, whose endpoint the caller has bound: a socket file there is a dead feeder's and is replaced."""
+    """Listen at a lane's address, whose endpoint is the caller's: a socket file there is a dead feeder's and is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         if _is_file(address):

@@ -78,17 +78,25 @@ class FeederIo:
         self._connections = Connections(tcp, silent_seconds)
         self._frames: list[bytes] = []  # of the message that is being read
         self._gate = Gatekeeper(self._context, self._router, keys, tcp, self._note_some, self._connections.accepted)
+        lanes: list[LaneOffers] = []
+
+        def offer(at: str) -> None:
+            lanes.append(LaneOffers(at, row_bytes, peers.capacity, peers.rows_in_use, cuda_device, self._note_some))
+
         try:
             if keys is not None:
                 secure_feeder(self._router, keys)
-            self.endpoint = bind(self._router, endpoint, insecure_no_auth, keys is not None)
+            # Who finds a socket file looks for the lane's at once, and does without if it isn't there; a port is known only afterwards.
+            self.endpoint = bind(self._router, endpoint, insecure_no_auth, keys is not None, lambda: offer(endpoint))
+            if tcp:
+                offer(self.endpoint)
             self._connections.listens(self.endpoint)
         except BaseException:
+            for each in lanes:
+                each.close()
             self._end(linger_ms=0)
             raise
-        self._lanes = LaneOffers(
-            self.endpoint, row_bytes, peers.capacity, peers.rows_in_use, cuda_device, self._note_some
-        )
+        (self._lanes,) = lanes
         self._thread = threading.Thread(target=self._main, name="feeder-io", daemon=True)
 
     def start(self) -> None:

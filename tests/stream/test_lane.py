@@ -25,12 +25,15 @@ from test_shared_memory import ask, memfds
 from test_stream import ipc
 
 from dflash_mp.bench.chaos_fleet import shared_memory_left
-from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_plan, synthetic_row
+from dflash_mp.bench.synthetic import RUN, synthetic_expectations, synthetic_plan, synthetic_row, synthetic_weights
 from dflash_mp.data.row import RowKey
+from dflash_mp.errors import StreamError
+from dflash_mp.stream import feeder_io
 from dflash_mp.stream import messages as m
 from dflash_mp.stream import ring_messages as rm
 from dflash_mp.stream.client import RowClient
 from dflash_mp.stream.fd_passing import lane_address, listen
+from dflash_mp.stream.feeder import FeederService
 from dflash_mp.stream.keys import DrafterKeys, keygen
 from dflash_mp.stream.lane_offers import LaneOffers
 from dflash_mp.stream.lane_request import LaneRequest, lane_wishes
@@ -44,6 +47,7 @@ ROW = RowLayout.of(PLAN).nbytes
 @pytest.fixture(autouse=True)
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_client, "SHARED_MEMORY", True)
+    monkeypatch.setitem(stream_client.QUICK, "silent_seconds", 4.0)  # a ring is waited for half as long again
 
 
 def lanes(feeder: FeederProcess) -> list[str]:
@@ -62,10 +66,10 @@ def test_on_one_machine_memory_is_shared_without_being_told_to(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    behaviour, drafter = Behaviour(), None
+    behaviour, drafter = Behaviour(silent_seconds=PATIENT), None
     if way == "tcp with keys":
         keygen(tmp_path / "keys")
-        behaviour, drafter = Behaviour(keys=tmp_path / "keys"), DrafterKeys.load(tmp_path / "keys")
+        behaviour, drafter = replace(behaviour, keys=tmp_path / "keys"), DrafterKeys.load(tmp_path / "keys")
     endpoint = ipc(tmp_path) if way == "ipc" else "tcp://127.0.0.1:0"
     with (
         feeders(FeederProcess(endpoint, behaviour=behaviour)) as (feeder,),
@@ -111,6 +115,27 @@ def test_otherwise_rows_come_in_band_and_one_line_says_why(
     (line,) = lines(caplog)
     assert line.startswith(f"rank 0: connected to {feeder.endpoint}, lane inband (")
     assert says in line
+
+
+def test_who_finds_a_feeder_finds_its_lane_and_one_that_is_refused_leaves_anothers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, lane = tmp_path / "feeder.sock", tmp_path / "feeder.sock.lane"
+    there: list[tuple[bool, bool]] = []
+
+    def offers(*all_: object) -> LaneOffers:
+        made = LaneOffers(*all_)  # type: ignore[arg-type]
+        there.append((lane.exists(), address.exists()))
+        return made
+
+    monkeypatch.setattr(feeder_io, "LaneOffers", offers)
+    with FeederService(ipc(tmp_path), PLAN, synthetic_weights(PLAN), run=RUN):
+        assert there == [(True, False)]
+        inode = lane.stat().st_ino
+        with pytest.raises(StreamError, match="a live feeder has it"):
+            FeederService(ipc(tmp_path), PLAN, synthetic_weights(PLAN), run=RUN)
+        assert lane.stat().st_ino == inode
+    assert os.listdir(tmp_path) == []
 
 
 def test_both_lanes_bring_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +215,7 @@ def test_a_row_that_no_ring_has_room_for_gets_the_place_of_a_later_one(tmp_path:
         client_of([first.endpoint, second.endpoint], rows=4) as client,
     ):
         client.connect()
+        until(lambda: len(client._io.live()) == 2)
         client.schedule(iter([RowKey("train", 0)]))
         until(lambda: first.look()[0].drafters[0].outstanding == 1 or second.look()[0].rows == 1)
         client.schedule(iter(keys(1, 20)))
@@ -235,7 +261,7 @@ def test_a_killed_drafters_memory_is_free_in_seconds(tmp_path: Path) -> None:
                 found += "dflash-mp-rows" in os.readlink(link)
         return found + Path(f"/proc/{pid}/maps").read_text(encoding="ascii").count("dflash-mp-rows")
 
-    with feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(silent_seconds=0.5))) as (feeder,):
+    with feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(silent_seconds=2.0))) as (feeder,):
         dying = start_drafter(feeder.endpoint, shared_memory=True)
         until(lambda: lanes(feeder) == ["shared_memory"])
         assert feeder.look()[1] == 4 * ROW
