@@ -26,6 +26,15 @@ from dflash_mp.regenerate.conversations import to_conversation
 from dflash_mp.target.tokenizer import load_tokenizer
 
 NEW = 12
+# The command with a target that needs half a minute for 100 answers.
+_SLOWLY = """
+import sys, time
+from dflash_mp.cli import main
+from dflash_mp.regenerate.slots import Slots
+take = Slots.take
+Slots.take = lambda self: time.sleep(0.5) or take(self)
+main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +111,7 @@ def test_a_killed_command_goes_on_where_it_was_to_the_same_file(target: Path, tm
     )
     sampled = ("--temperature", "0.9", "--top-p", "0.9", "--seed", "3")
     assert run(target, prompts, undisturbed, *sampled)[0] == 0
-    words = [sys.executable, "-m", "dflash_mp.cli", *command(target, prompts, out, *sampled)]
+    words = [sys.executable, "-c", _SLOWLY, *command(target, prompts, out, *sampled)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     partial = partial_of(out)
     deadline = time.monotonic() + 120
