@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_ports
 from test_secrets_of_a_run import leaks
 from tiny_run import make_tiny_run
 
@@ -41,10 +41,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     directory = tmp_path_factory.mktemp("logged")
     file = make_tiny_run(directory)
     keygen(directory / "keys")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     sets = (
-        f"feed.endpoints=['tcp://127.0.0.1:{port}']",
+        f"feed.endpoints=['tcp://127.0.0.1:{free_ports()[0]}']",
         f"stream.keys={directory}/keys",
         "train.drafters=2",
         "feed.stats_seconds=0.2",

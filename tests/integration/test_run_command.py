@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_ports import free_ports
 from process_trees import SECONDS, eventually, written_metrics
 from safetensors.torch import load_file
 from tiny_run import make_tiny_run
@@ -196,8 +197,8 @@ class ByHand:
         eventually(lambda: self.log.read_text().count(text) >= times or self.torchrun.poll() is not None, what)
         assert self.torchrun.poll() is None, self.log.read_text()
 
-    def wait_for_silence(self, seconds: float = 3.0) -> None:
-        """Wait until nothing was logged for so long; a step, which is a line, takes milliseconds."""
+    def wait_for_silence(self, seconds: float = 6.0) -> None:
+        """Wait until nothing was logged for so long; a step, which is a line, takes a tenth of a second, a quarter with a checkpoint."""
 
         def is_silent() -> bool:
             return time.time() - self.log.stat().st_mtime > seconds
@@ -231,10 +232,8 @@ def test_ranks_that_wait_for_a_row_of_a_dead_feeder_save_the_last_step_though_on
         run.feeder.wait()
         run.wait_for("lost the feeder", times=2)
         run.wait_for_silence()
-        started = time.monotonic()
         send_signal(run.ranks()[0], signal.SIGTERM)
-        assert run.torchrun.wait(SECONDS) == 0, run.log.read_text()
-        assert time.monotonic() - started < 60  # a row is waited for 300 s
+        assert run.torchrun.wait(SECONDS) == 0, run.log.read_text()  # a row is waited for twice as long
         log = run.log.read_text()
         assert "stopped by SIGTERM while waiting for" in log
         saved = steps_of(run.run_dir)[-1]
@@ -247,9 +246,7 @@ def test_ranks_that_wait_for_a_row_of_a_dead_feeder_save_the_last_step_though_on
 def test_torchrun_restarts_ranks_and_goes_on_with_fewer_when_a_machine_is_lost(
     run_file: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+    meet = f"--rdzv-endpoint=127.0.0.1:{free_ports()[0]}"
     elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3")
     torchrun = (*elastic, "--rdzv-backend=c10d", meet, "--rdzv-id=run")
     conf = "--rdzv-conf=last_call_timeout=5,is_host="  # here both could be the host; the one that is must not be lost
@@ -260,7 +257,8 @@ def test_torchrun_restarts_ranks_and_goes_on_with_fewer_when_a_machine_is_lost(
             run.wait_for("step 12/")
             for rank in children_of(other.pid):
                 send_signal(rank, signal.SIGKILL)
-            run.wait_for("resuming after step 10")
+            run.wait_for("resuming after step ")
+            assert re.search(r"resuming after step [12]0\b", run.log.read_text()), "it may have come to step 20"
             run.wait_for("step 22/")
             other.kill()
             run.wait_for("1 drafter process ")
