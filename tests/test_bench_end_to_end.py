@@ -53,9 +53,9 @@ def test_a_real_feeder_and_two_ranks_are_measured_against_their_sides_and_throug
     found = bench_end_to_end(
         "tiny",
         Processes(("cpu",), ("cpu", "cpu")),
-        seconds=2,
-        alone_seconds=0.7,
-        kill_feeder_at=1,
+        seconds=5,
+        alone_seconds=3,
+        kill_feeder_at=3,
         say=said.append,
         save=lambda tree: saved.append(set(tree)),
         keep=tmp_path / "logs",
