@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from compose_services import DOCKER, compose, image, running, tool
+from free_ports import free_ports
+from observed_run import ports_in_a_row
 from process_trees import SECONDS, eventually
 
 from dflash_mp.bench.tiny import write_tiny_target
@@ -132,13 +134,13 @@ def _hung_is_unhealthy(torchrun: int, drafters: Any) -> None:
 
 def _ports() -> tuple[str, ...]:
     """Ports of their own: outside containers others may have those of the configuration."""
-    first = 20000 + os.getpid() % 20000
+    first = ports_in_a_row(9)
     return ("--set", f"metrics.feeder_port={first}", "--set", f"metrics.rank_port={first + 8}")
 
 
 def test_tensorboard_is_healthy_when_it_answers(home: Path) -> None:
     service = compose("compose.yaml")["services"]["tensorboard"]
-    port = str(20000 + os.getpid() % 20000 + 20)
+    port = str(free_ports()[0])
     service = {
         **service,
         "command": [port if word == "6006" else word for word in service["command"]],

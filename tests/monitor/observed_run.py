@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -21,9 +22,9 @@ from dflash_mp.process import mark_of, marked_processes, send_signal
 _START_SECONDS = 180.0  # four processes import torch, on a busy machine
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
-    for first in range(20000, 32000, 50):
+def ports_in_a_row(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on; hardly anybody will before they are used, another test run neither."""
+    for first in random.SystemRandom().sample(range(20000, 32000, 50), 240):
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):
@@ -53,7 +54,7 @@ class ObservedRun:
 @contextmanager
 def observed_run(directory: Path) -> Iterator[ObservedRun]:
     """Yields when rank 0 has trained a few steps and each feeder has delivered rows."""
-    run_file, port = make_tiny_run(directory), free_ports(4)
+    run_file, port = make_tiny_run(directory), ports_in_a_row(4)
     overrides = (
         f"run_dir={directory / 'observed'}",
         "train.steps=100000",

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observed_run import ObservedRun, free_ports, observed_run
+from free_ports import free_ports
+from observed_run import ObservedRun, observed_run
 from process_trees import SECONDS, eventually, written_metrics
 from prometheus_server import needs_prometheus, prometheus, queries
 
@@ -82,7 +83,7 @@ def test_promtool_finds_nothing_to_complain_about(observed: ObservedRun) -> None
 
 @needs_prometheus
 def test_every_query_of_the_dashboard_returns_data_from_a_run(observed: ObservedRun, tmp_path: Path) -> None:
-    with prometheus(tmp_path, f"127.0.0.1:{free_ports(1)}", observed.endpoints) as server:
+    with prometheus(tmp_path, f"127.0.0.1:{free_ports()[0]}", observed.endpoints) as server:
         assert len(queries()) >= 40
         assert server.without_data(observed.run_dir.name, SECONDS) == []
         assert len(server.ask('up{job="dflash-mp"} == 1')) == 4
@@ -91,8 +92,13 @@ def test_every_query_of_the_dashboard_returns_data_from_a_run(observed: Observed
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Once more where a busy machine has kept somebody from answering in time."""
     command = [sys.executable, "-m", "dflash_mp.cli", "top", "--once", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    for _ in range(5):
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if "no answer " not in shown.stdout + shown.stderr:
+            break
+    return shown
 
 
 def test_one_picture_of_a_run_shows_feeders_ranks_and_who_waits(observed: ObservedRun) -> None:
@@ -113,13 +119,14 @@ def test_one_picture_of_a_run_shows_feeders_ranks_and_who_waits(observed: Observ
 
 
 def test_an_endpoint_that_cannot_be_reached_is_a_line_among_the_others(observed: ObservedRun) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"127.0.0.1:{server.getsockname()[1]}"
-    shown = top("--endpoint", observed.endpoints[0], "--endpoint", closed, "--seconds", "0.1")
-    assert shown.returncode == 0
-    assert f"{closed}: Connection refused" in shown.stdout
-    assert "feeder 0" in shown.stdout
-    assert top("--endpoint", closed).returncode == 1
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else gets it, and nobody listens
+        closed = f"127.0.0.1:{taken.getsockname()[1]}"
+        shown = top("--endpoint", observed.endpoints[0], "--endpoint", closed, "--seconds", "0.1")
+        assert shown.returncode == 0
+        assert f"{closed}: Connection refused" in shown.stdout
+        assert "feeder 0" in shown.stdout
+        assert top("--endpoint", closed).returncode == 1
 
 
 def test_the_command_writes_a_page_about_a_run_that_goes_on(observed: ObservedRun, tmp_path: Path) -> None:
