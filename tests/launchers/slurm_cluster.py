@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 90.0
+SECONDS = 150.0
 _DAEMONS = """
 set -e
 mount --bind "$1/hosts" /etc/hosts
