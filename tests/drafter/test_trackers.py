@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_ports
 from some_figures import some_figures
 
 from dflash_mp.drafter import trackers
@@ -65,13 +65,14 @@ def wait_for(tracker: RemoteTracker) -> None:
 
 def unreachable() -> str:
     """An address of this machine at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+    (port,) = free_ports()
+    return f"http://127.0.0.1:{port}"
 
 
 def report(kind: str, run_dir: Path, environment: dict[str, str], *more: str) -> tuple[str, float]:
     """Output of a process that reports with a tracker, and its seconds from the end of the training to its own."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    places = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    path = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", _REPORT, kind, str(run_dir), *more],
         env={**os.environ, "PYTHONPATH": path, **environment},
@@ -213,7 +214,7 @@ def test_a_service_that_comes_back_gets_what_it_missed(
     monkeypatch.setattr("dflash_mp.drafter.trackers._RETRY_SECONDS", 0.05)
     service = Hanging(failures=3)
     service.let_go.set()
-    tracker = RemoteTracker(service)
+    tracker = RemoteTracker(service, close_seconds=5 * WAIT)
     tracker.put("train", 1, {"loss": 1.0})
     deadline = time.monotonic() + WAIT
     while not service.sent and time.monotonic() < deadline:
