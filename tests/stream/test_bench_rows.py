@@ -17,6 +17,7 @@ from dflash_mp.errors import ConfigError, DflashError
 
 
 def test_every_way_is_measured_beside_the_plain_copy_in_its_direction() -> None:
+    children = set(multiprocessing.active_children())
     found = bench_rows(0.5, rows=8, repeats=2, feeder="cpu", drafter="cpu")
     speed = {rate.way: rate.gigabytes_per_second for rate in found.rates}
     into, out = speed["pinned memory → device"], speed["device → pinned memory"]
@@ -29,7 +30,7 @@ def test_every_way_is_measured_beside_the_plain_copy_in_its_direction() -> None:
     assert min(speed.values()) > 0
     assert found.lines()[1].endswith(" 1.00")
     assert len(found.lines()) == 9
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= children
 
 
 def test_copies_of_plain_memory_and_of_slots_go_through_as_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
