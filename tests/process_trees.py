@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_mp.process import mark_of, marked_processes
+from dflash_mp.process import mark_of, marked_processes, send_signal
 from dflash_mp.supervisor import Part, Patience
 
 SECONDS = 150.0  # the longest wait for anything here: torchrun takes seconds to start, on a busy machine tens of them
@@ -95,8 +94,8 @@ def supervised(*parts: Part, patience: Patience = _PATIENCE) -> Iterator[Supervi
     finally:
         run.process.kill()
         run.process.communicate()
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+        for pid in run.processes():  # some end by themselves meanwhile
+            send_signal(pid, signal.SIGKILL)
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
