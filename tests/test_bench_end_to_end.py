@@ -44,6 +44,7 @@ def result(feeders: str, drafters: str, *, feeders_alone: float, drafter_alone: 
     )
 
 
+@pytest.mark.timeout(600)  # it starts eight processes that import torch, most of them one after the other
 def test_a_real_feeder_and_two_ranks_are_measured_against_their_sides_and_through_the_feeders_death(
     tmp_path: Path,
 ) -> None:
