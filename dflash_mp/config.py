@@ -190,7 +190,9 @@ class TrainConfig(_Section):
     gradient_checkpointing: bool = Field(False, description="recompute layers in the backward pass to save memory")
     deterministic: bool = Field(False, description="deterministic kernels on CUDA")
     device: str = Field("auto", description="auto, cpu or cuda; a rank uses cuda:LOCAL_RANK")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: cores over local ranks")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank; default: cores that it may use, over local ranks"
+    )
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept")
     log_every: int = Field(10, ge=1, description="steps between log lines")

@@ -117,11 +117,12 @@ class DraftModel(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill every parameter: matrices normal with deviation 0.02, norms 1.
 
-        A function of `seed` and the parameters' names alone: the same on every rank and device, and rounded in another dtype. As many threads
+        A function of `seed` and the parameters' names alone: the same on every rank and device, and rounded in another dtype. Half as many threads
         as PyTorch uses make one matrix each, the largest first, 8 MiB of float32 at a time; a billion values take one of them a quarter of a minute.
+        The other half is for what a rank does meanwhile: importing PyTorch's compiler takes several times as long when each core has a thread.
         """
         parameters = sorted(self.named_parameters(), key=lambda named: named[1].numel(), reverse=True)
-        with ThreadPoolExecutor(min(len(parameters), torch.get_num_threads())) as threads:
+        with ThreadPoolExecutor(min(len(parameters), max(1, torch.get_num_threads() // 2))) as threads:
             for filled in [threads.submit(_fill, parameter, seed, name) for name, parameter in parameters]:
                 filled.result()
 

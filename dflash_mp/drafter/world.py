@@ -72,7 +72,7 @@ def join(config: RunConfig) -> World:
     fp8_products.check_device(device, config.train.precision)
     if config.train.deterministic:
         _use_deterministic_kernels()
-    torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_size))
+    torch.set_num_threads(config.train.threads or max(1, len(os.sched_getaffinity(0)) // local_size))
     store = None
     if size > 1:
         seconds = config.stream.row_seconds + config.stream.connect_seconds + _COLLECTIVE_MARGIN_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -21,21 +22,34 @@ from pathlib import Path
 import torch
 from dflash_mp.config import load_config
 from dflash_mp.drafter.world import join
+if sys.argv[2:]:
+    os.sched_setaffinity(0, map(int, sys.argv[2:]))
 join(load_config(Path(sys.argv[1]), []).config)
-print(torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset"))
+print(torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset"), torch.get_num_threads())
 """
+
+
+def joined(directory: Path, train: dict[str, object], *cores: int) -> str:
+    """What a rank alone, on these `cores` or all, prints of itself."""
+    tree = tiny_tree(directory)
+    tree["train"].update(train)
+    file = directory / "run.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    command = [sys.executable, "-c", _JOIN, str(file), *map(str, cores)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(True, "True :4096:8"), (False, "False unset")])
 def test_deterministic_kernels_are_used_when_asked_for(tmp_path: Path, wanted: bool, found: str) -> None:
-    tree = tiny_tree(tmp_path)
-    tree["train"]["deterministic"] = wanted
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", _JOIN, str(file)], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == found
+    assert joined(tmp_path, {"deterministic": wanted, "threads": 1}) == f"{found} 1"
+
+
+def test_a_rank_has_a_thread_for_each_core_that_it_may_use(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    assert joined(tmp_path, {"threads": None}).endswith(f" {len(cores)}")
+    assert joined(tmp_path, {"threads": None}, cores[-1]).endswith(" 1")
 
 
 @pytest.mark.parametrize(("devices", "shared"), [("abc", False), ("aba", True), ("aaa", True)])
