@@ -58,7 +58,7 @@ def refusal(endpoint: str, drafter: DrafterKeys | None) -> str:
 
 
 def said(log: Path, words: str) -> None:
-    until(lambda: words in log.read_text())
+    until(lambda: words in log.read_text(), TRIES * SECONDS)
 
 
 def stranger(tmp_path: Path, key_files: Path) -> DrafterKeys:
