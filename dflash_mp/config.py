@@ -105,7 +105,9 @@ class FeedConfig(_Section):
     tensor_parallel: int = Field(
         1, ge=1, description="processes of one feeder, on a device each, that share the target's layers"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a feeder; default: PyTorch's choice, no more than it has cores"
+    )
     compile: bool | None = Field(
         None,
         description="torch.compile the target's layers, on CUDA with a row as one CUDA graph; default: on CUDA only",
@@ -190,9 +192,7 @@ class TrainConfig(_Section):
     gradient_checkpointing: bool = Field(False, description="recompute layers in the backward pass to save memory")
     deterministic: bool = Field(False, description="deterministic kernels on CUDA")
     device: str = Field("auto", description="auto, cpu or cuda; a rank uses cuda:LOCAL_RANK")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: cores that it may use, over local ranks"
-    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: cores over local ranks")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept")
     log_every: int = Field(10, ge=1, description="steps between log lines")

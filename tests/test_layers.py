@@ -10,11 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dflash_mp"
 
-_BASE = {"addresses", "errors", "process", "config", "logs"}
+_BASE = {"addresses", "control_groups", "errors", "process", "config", "logs"}
 # Each layer and the layers it may import. A layer is a folder or a module directly below dflash_mp.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "addresses": set(),
+    "control_groups": set(),
     "listening": set(),
     "split": set(),
     "process": {"errors"},

@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_mp.config import RunConfig
+from dflash_mp.control_groups import usable_cores
 from dflash_mp.drafter import fp8_products
 from dflash_mp.drafter.step_profile import span
 from dflash_mp.errors import ConfigError
@@ -72,7 +73,7 @@ def join(config: RunConfig) -> World:
     fp8_products.check_device(device, config.train.precision)
     if config.train.deterministic:
         _use_deterministic_kernels()
-    torch.set_num_threads(config.train.threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+    torch.set_num_threads(config.train.threads or max(1, usable_cores() // local_size))
     store = None
     if size > 1:
         seconds = config.stream.row_seconds + config.stream.connect_seconds + _COLLECTIVE_MARGIN_SECONDS

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-_ROOT = Path("/")
+from dflash_mp.control_groups import ROOT, groups, text
 
 
-def shortage(nbytes: int, root: Path = _ROOT) -> str | None:
+def shortage(nbytes: int, root: Path = ROOT) -> str | None:
     """Why `nbytes` more bytes can't be had, in words; None if nothing speaks against it. `root`: where /proc and /sys are."""
     for who, left in _limits(root):
         if left < nbytes:
@@ -21,7 +21,7 @@ def shortage(nbytes: int, root: Path = _ROOT) -> str | None:
     return None
 
 
-def left(root: Path = _ROOT) -> list[tuple[str, int]]:
+def left(root: Path = ROOT) -> list[tuple[str, int]]:
     """(who, bytes that it still allows) of each limit; empty if nothing says."""
     return list(_limits(root))
 
@@ -30,33 +30,18 @@ def _limits(root: Path) -> Iterator[tuple[str, int]]:
     available = _fields(root / "proc/meminfo").get("MemAvailable:")
     if available is not None:
         yield "the machine", available * 1024
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            yield from _groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _groups(root / "sys/fs/cgroup/memory", path, *names)
-
-
-def _groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[str, int]]:
-    """The groups from `path` up to the mount's root, which in a container is the container's own."""
-    group = mount / path.lstrip("/")
-    while group.is_relative_to(mount):
-        allowed, used = _text(group / limit).strip(), _text(group / usage).strip()
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for version, group in groups("memory", root):
+        limit, usage, reclaimable = names[version]
+        allowed, used = text(group / limit).strip(), text(group / usage).strip()
         if allowed.isdecimal() and used.isdecimal():
             cache = _fields(group / "memory.stat").get(reclaimable, 0)
             yield "the container", int(allowed) - int(used) + cache
-        group = group.parent
 
 
 def _fields(file: Path) -> dict[str, int]:
-    rows = (line.split() for line in _text(file).splitlines())
+    rows = (line.split() for line in text(file).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return ""

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from dflash_mp.config import RunConfig, TargetConfig
+from dflash_mp.control_groups import usable_cores
 from dflash_mp.data.chat_template import chat_template_fingerprint
 from dflash_mp.data.encoding import tokenizer_fingerprint
 from dflash_mp.data.row import RowKey
@@ -53,8 +54,7 @@ def feed(config: RunConfig, index: int, load: Callable[[TargetConfig], Target] =
         log.warning("feed.insecure_no_auth is set: whoever can reach %s can take rows and weights", endpoint)
     keys = None if config.stream.keys is None else FeederKeys.load(config.stream.keys)
     check_available(endpoint, config.feed.insecure_no_auth, keys is not None)
-    if config.feed.threads:
-        torch.set_num_threads(config.feed.threads)
+    torch.set_num_threads(config.feed.threads or min(torch.get_num_threads(), usable_cores()))
     dataset = open_dataset(config)
     stop = _StopRequest()
     with _split_group(config, index) as group:

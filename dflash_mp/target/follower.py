@@ -15,6 +15,7 @@ import torch
 
 from dflash_mp import logs
 from dflash_mp.config import RunConfig
+from dflash_mp.control_groups import usable_cores
 from dflash_mp.data.store import open_dataset
 from dflash_mp.errors import DflashError
 from dflash_mp.process import die_with_parent
@@ -51,8 +52,7 @@ def main() -> None:
 
 def _follow(follower: Follower) -> None:
     config = RunConfig.model_validate(follower.facts["config"])
-    if config.feed.threads:
-        torch.set_num_threads(config.feed.threads)
+    torch.set_num_threads(config.feed.threads or min(torch.get_num_threads(), usable_cores()))
     dataset = open_dataset(config)
     row = dataset.row("train", 0)
     follower.join()
