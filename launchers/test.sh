@@ -25,7 +25,8 @@ stage "ruff format" ruff format --check
 stage "mypy" mypy
 stage "rest of dflash-mp demo" wait "$demo"
 trap - EXIT
-# Two chains of parts for two cores. Tests of the stream mostly wait, and count seconds: they run beside the two, and first whenever they need a core.
+# Two chains of parts for two cores. Tests of the stream mostly wait, and those of threads watch for hangs: they run beside the two, and first
+# whenever they need a core.
 RUNS=(tests/integration "tests/launchers tests/docker tests/network tests/monitor")
 LISTED="${RUNS[*]} tests/threads tests/stream"
 REST="--ignore=${LISTED// / --ignore=}"
@@ -49,9 +50,9 @@ all_parts() {
     local code=0 chain
     reports="$(mktemp -d)" || return 1
     chains=()
-    chain 5 "$REST" tests/threads & chains+=($!)
+    chain 5 "$REST" & chains+=($!)
     chain 5 "${RUNS[@]}" & chains+=($!)
-    chain 0 tests/stream & chains+=($!)
+    chain 0 tests/stream tests/threads & chains+=($!)
     trap 'interrupted' INT # the terminal interrupts every pytest, too
     trap 'interrupt; interrupted' TERM
     for chain in "${chains[@]}"; do wait "$chain" || code=$?; done
