@@ -13,7 +13,6 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -46,21 +45,19 @@ def check_endpoint(endpoint: str, insecure_no_auth: bool, keyed: bool = False) -
         )
 
 
-def bind(
-    router: zmq.Socket[bytes],
-    endpoint: str,
-    insecure_no_auth: bool,
-    keyed: bool = False,
-    before: Callable[[], None] = lambda: None,
-) -> str:
-    """Listen on `endpoint` and return the address got (port 0 is resolved). `before` is called when nobody else listens at an ipc path."""
+def claim(endpoint: str, insecure_no_auth: bool, keyed: bool = False) -> None:
+    """To be called before `bind`: raise `StreamError` unless `endpoint` may be used (`check_endpoint`) and, by ipc, nobody listens there."""
     check_endpoint(endpoint, insecure_no_auth, keyed)
-    allow_ipv6(router, endpoint)
     path = ipc_path(endpoint)
     if path is not None:
         _prepare_directory(path)
         _check_nobody_listens(path, endpoint)
-        before()
+
+
+def bind(router: zmq.Socket[bytes], endpoint: str) -> str:
+    """Listen on `endpoint`, which was claimed, and return the address got (port 0 is resolved)."""
+    allow_ipv6(router, endpoint)
+    path = ipc_path(endpoint)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
@@ -79,7 +76,8 @@ def check_available(endpoint: str, insecure_no_auth: bool, keyed: bool = False) 
         router = context.socket(zmq.ROUTER)
         if keyed:  # a drafter that connects just now must not take this for a feeder without keys
             router.curve_server, router.curve_secretkey = 1, zmq.curve_keypair()[1]
-        bind(router, endpoint, insecure_no_auth, keyed)
+        claim(endpoint, insecure_no_auth, keyed)
+        bind(router, endpoint)
         if path is not None:
             path.unlink(missing_ok=True)
     finally:

@@ -20,7 +20,7 @@ from dflash_mp.stream import messages as m
 from dflash_mp.stream.codec import ProtocolError, printable
 from dflash_mp.stream.connections import Connections
 from dflash_mp.stream.curve import Gatekeeper, secure_feeder
-from dflash_mp.stream.endpoints import bind, ipc_path, set_feeder_options
+from dflash_mp.stream.endpoints import bind, claim, ipc_path, set_feeder_options
 from dflash_mp.stream.feeder_peer import OUTSTANDING, RING_OUTSTANDING, Peer
 from dflash_mp.stream.feeder_peers import Peers
 from dflash_mp.stream.handshake import INBAND, SHARED_MEMORY, refusal
@@ -78,25 +78,25 @@ class FeederIo:
         self._connections = Connections(tcp, silent_seconds)
         self._frames: list[bytes] = []  # of the message that is being read
         self._gate = Gatekeeper(self._context, self._router, keys, tcp, self._note_some, self._connections.accepted)
-        lanes: list[LaneOffers] = []
 
-        def offer(at: str) -> None:
-            lanes.append(LaneOffers(at, row_bytes, peers.capacity, peers.rows_in_use, cuda_device, self._note_some))
+        def offers(at: str) -> LaneOffers:
+            return LaneOffers(at, row_bytes, peers.capacity, peers.rows_in_use, cuda_device, self._note_some)
 
+        lanes: LaneOffers | None = None
         try:
             if keys is not None:
                 secure_feeder(self._router, keys)
+            claim(endpoint, insecure_no_auth, keys is not None)
             # Who finds a socket file looks for the lane's at once, and does without if it isn't there; a port is known only afterwards.
-            self.endpoint = bind(self._router, endpoint, insecure_no_auth, keys is not None, lambda: offer(endpoint))
-            if tcp:
-                offer(self.endpoint)
+            lanes = None if tcp else offers(endpoint)
+            self.endpoint = bind(self._router, endpoint)
+            self._lanes = lanes = lanes or offers(self.endpoint)
             self._connections.listens(self.endpoint)
         except BaseException:
-            for each in lanes:
-                each.close()
+            if lanes is not None:
+                lanes.close()
             self._end(linger_ms=0)
             raise
-        (self._lanes,) = lanes
         self._thread = threading.Thread(target=self._main, name="feeder-io", daemon=True)
 
     def start(self) -> None:

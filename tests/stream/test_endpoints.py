@@ -11,7 +11,7 @@ import zmq
 from feeder_process import FeederProcess, feeders
 
 from dflash_mp.errors import StreamError
-from dflash_mp.stream.endpoints import bind, check_available, check_endpoint
+from dflash_mp.stream.endpoints import bind, check_available, check_endpoint, claim
 
 
 @pytest.fixture
@@ -21,11 +21,16 @@ def router() -> zmq.Socket[bytes]:
         context.destroy(linger=0)
 
 
+def listen(router: zmq.Socket[bytes], endpoint: str) -> str:
+    claim(endpoint, insecure_no_auth=False)
+    return bind(router, endpoint)
+
+
 def test_a_port_in_use_is_named(router: zmq.Socket[bytes]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(StreamError, match=f"cannot listen on {endpoint}: Address already in use") as caught:
-            bind(router, endpoint, False)
+            listen(router, endpoint)
     assert "stop the other" in caught.value.remedy
 
 
@@ -35,10 +40,10 @@ def test_a_live_feeder_keeps_its_socket_file_and_a_dead_ones_is_replaced(
     endpoint = f"ipc://{tmp_path}/feeder.sock"
     with feeders(FeederProcess(endpoint)) as (feeder,):
         with pytest.raises(StreamError, match="a live feeder has it"):
-            bind(router, endpoint, False)
+            listen(router, endpoint)
         feeder.kill()
         assert (tmp_path / "feeder.sock").exists()
-    assert bind(router, endpoint, False) == endpoint
+    assert listen(router, endpoint) == endpoint
 
 
 def test_a_feeder_that_stops_leaves_no_file(tmp_path: Path) -> None:
@@ -48,7 +53,7 @@ def test_a_feeder_that_stops_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_only_this_user_can_reach_an_ipc_socket(tmp_path: Path, router: zmq.Socket[bytes]) -> None:
-    bind(router, f"ipc://{tmp_path}/new/deep/feeder.sock", False)
+    listen(router, f"ipc://{tmp_path}/new/deep/feeder.sock")
     assert stat.S_IMODE((tmp_path / "new/deep").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "new/deep/feeder.sock").stat().st_mode) == 0o600
@@ -58,13 +63,13 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, router: zm
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(StreamError, match="other users can change"):
-        bind(router, f"ipc://{tmp_path}/open/feeder.sock", False)
+        listen(router, f"ipc://{tmp_path}/open/feeder.sock")
 
 
 def test_a_file_that_is_no_socket_is_kept(tmp_path: Path, router: zmq.Socket[bytes]) -> None:
     (tmp_path / "feeder.sock").write_text("precious")
     with pytest.raises(StreamError, match="is no socket"):
-        bind(router, f"ipc://{tmp_path}/feeder.sock", False)
+        listen(router, f"ipc://{tmp_path}/feeder.sock")
     assert (tmp_path / "feeder.sock").read_text() == "precious"
 
 
@@ -72,7 +77,7 @@ def test_looking_whether_an_address_is_free_leaves_it_free(tmp_path: Path, route
     endpoint = f"ipc://{tmp_path}/feeder.sock"
     check_available(endpoint, False)
     assert not (tmp_path / "feeder.sock").exists()
-    bind(router, endpoint, False)
+    listen(router, endpoint)
     with pytest.raises(StreamError, match="a live feeder has it"):
         check_available(endpoint, False)
 
@@ -108,5 +113,5 @@ def test_other_hosts_may_be_allowed_in_words() -> None:
 
 
 def test_a_free_port_is_found_and_ipv6_works(router: zmq.Socket[bytes]) -> None:
-    assert bind(router, "tcp://127.0.0.1:0", False).startswith("tcp://127.0.0.1:")
-    assert bind(router, "tcp://[::1]:0", False).startswith("tcp://[::1]:")
+    assert listen(router, "tcp://127.0.0.1:0").startswith("tcp://127.0.0.1:")
+    assert listen(router, "tcp://[::1]:0").startswith("tcp://[::1]:")
