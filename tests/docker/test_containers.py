@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from compose_services import DOCKER, compose, image, running, tool
-from free_ports import free_ports
-from observed_run import ports_in_a_row
+from free_ports import free_ports, ports_in_a_row
 from process_trees import SECONDS, eventually
 
 from dflash_mp.bench.tiny import write_tiny_target

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import ports_in_a_row
 
-SECONDS = 150.0
+SECONDS = 90.0
 _DAEMONS = """
 set -e
 mount --bind "$1/hosts" /etc/hosts
@@ -131,7 +132,7 @@ def _write_files(directory: Path) -> None:
     hosts = Path("/etc/hosts").read_text(encoding="utf-8")
     names = "".join(f"127.0.1.{number} n{number}\n" for number in (1, 2, 3))
     (directory / "hosts").write_text(f"{hosts}\n{names}", encoding="utf-8")
-    port = _free_ports(4)
+    port = ports_in_a_row(4)
     (directory / "slurm.conf").write_text(
         _CONFIGURATION.format(
             host=socket.gethostname().partition(".")[0],
@@ -143,16 +144,3 @@ def _write_files(directory: Path) -> None:
         ),
         encoding="utf-8",
     )
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` neighbours that nobody listens on."""
-    for first in range(16000 + os.getpid() % 4000, 30000, count):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("", port))
-            except OSError:
-                continue
-            return first
-    raise RuntimeError("no free ports")

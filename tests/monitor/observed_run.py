@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,25 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from free_ports import ports_in_a_row
 from tiny_run import make_tiny_run
 
 from dflash_mp.monitor.scrape import Scraper
 from dflash_mp.process import mark_of, marked_processes, send_signal
 
 _START_SECONDS = 180.0  # four processes import torch, on a busy machine
-
-
-def ports_in_a_row(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on; hardly anybody will before they are used, another test run neither."""
-    for first in random.SystemRandom().sample(range(20000, 32000, 50), 240):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return first
-    raise RuntimeError("no free ports")
 
 
 @dataclass(frozen=True)
