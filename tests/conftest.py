@@ -32,8 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield disk
     finally:
-        # Lazily: TensorBoard's thread may still be at a file there.
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 # A test run that a script started in the background inherits ignored signals, and hands them on to the processes it tests.

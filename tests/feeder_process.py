@@ -72,9 +72,9 @@ class FeederProcess:
         self._process.join()
 
     def stop(self) -> int | None:
-        """SIGTERM; returns the exit code, None after a minute without one."""
+        """SIGTERM; returns the exit code, None after ten seconds without one."""
         self._process.terminate()
-        self._process.join(60)
+        self._process.join(10)
         return self._process.exitcode
 
     def pause(self) -> None:
@@ -106,7 +106,7 @@ def feeders(*processes: FeederProcess) -> Iterator[list[FeederProcess]]:
             process.close()
 
 
-def until(condition: object, seconds: float = 60.0) -> None:
+def until(condition: object, seconds: float = 10.0) -> None:
     """Wait until `condition()` is true; fails the test after `seconds`."""
     assert callable(condition)
     deadline = time.monotonic() + seconds

@@ -16,7 +16,7 @@ from typing import Any
 from dflash_mp.process import mark_of, marked_processes, send_signal
 from dflash_mp.supervisor import Part, Patience
 
-SECONDS = 150.0  # the longest wait for anything here: torchrun takes seconds to start, on a busy machine tens of them
+SECONDS = 90.0  # the longest wait for anything here: torchrun takes seconds to start, on a busy machine tens of them
 _PATIENCE = Patience()
 
 _SUPERVISE = """

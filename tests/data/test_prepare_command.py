@@ -103,6 +103,6 @@ def test_bench_prepare_compares_with_the_tokenizer(template: str | None) -> None
     speed = bench_prepare(byte_tokenizer(template), rounds=2, megabytes=0.1)
     assert speed.documents > 10
     assert speed.tokens > 10_000
-    assert speed.ratio > 0
+    assert 0 < speed.ratio < 5
     assert replace(speed, prepare=[10.0, 30.0, 8.0], tokenizer=[40.0, 10.0, 16.0]).ratio == 0.5
     assert "ratio" in speed.lines()[-1]

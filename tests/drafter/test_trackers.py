@@ -143,7 +143,7 @@ def test_a_run_directory_keeps_its_identity_where_it_is_moved_to(tmp_path: Path)
 def test_mlflow_that_is_down_is_one_warning_and_training_goes_on(tmp_path: Path) -> None:
     output, _ = report("mlflow", tmp_path / "run", {"MLFLOW_TRACKING_URI": unreachable()}, "wait")
     assert output.count("MLflow cannot be used") == output.count("warning:") == 1, output
-    assert float(output.split("held up")[1].split()[0]) < 50
+    assert float(output.split("held up")[1].split()[0]) < 5
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [0, 1]
 
 
@@ -162,7 +162,7 @@ def test_wandb_that_is_down_is_one_warning_and_training_goes_on_and_ends(tmp_pat
     environment = {"WANDB_BASE_URL": unreachable(), "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
     output, seconds = report("wandb", tmp_path / "run", environment)
     assert output.count("warning: Weights & Biases") == output.count("warning:") == 1, output
-    assert float(output.split("held up")[1].split()[0]) < 50
+    assert float(output.split("held up")[1].split()[0]) < 5
     assert seconds < 60
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [0, 1]
 

@@ -44,10 +44,7 @@ def test_the_dashboard_and_top_show_a_run_over_three_hosts(tmp_path: Path) -> No
             assert server.without_data("several", _START_SECONDS) == [], places["B"].said()[-2000:]
             assert len(server.ask('up{job="dflash-mp"} == 1')) == 4
         top = shlex.split("dflash-mp top --once") + [word for target in targets for word in ("--endpoint", target)]
-        for _ in range(5):  # a busy machine may keep a process from answering in time
-            shown = c.run(top, env=places["C"].environment, capture_output=True, text=True, timeout=SECONDS).stdout
-            if "no answer " not in shown:
-                break
+        shown = c.run(top, env=places["C"].environment, capture_output=True, text=True, timeout=SECONDS).stdout
         assert shown.startswith("run several · step ")
         for process, target in zip(("feeder 0", "feeder 1", "drafter 0", "drafter 1"), targets, strict=True):
             assert any(row.startswith(process) and row.rstrip().endswith(target) for row in shown.splitlines()), shown

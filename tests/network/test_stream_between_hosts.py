@@ -69,8 +69,8 @@ def test_a_partition_is_waited_out_and_what_was_under_way_is_asked_again(key_fil
             taking = threading.Thread(target=lambda: taken.extend(rows), daemon=True)  # so there is a row under way
             taking.start()
             wire.cut(far, near)
-            until(lambda: not client._io.live())
-            until(lambda: not feeder.look()[0].drafters)
+            until(lambda: not client._io.live(), 30)
+            until(lambda: not feeder.look()[0].drafters, 30)
             if (left := PARTITION_SECONDS - 2) > 0:
                 time.sleep(left)
             wire.mend()

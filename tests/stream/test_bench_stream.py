@@ -45,4 +45,4 @@ def test_the_sending_process_ends_with_the_one_that_started_it_though_its_input_
     sources = psutil.Process(starter.pid).children()
     starter.kill()
     starter.wait(10)
-    assert psutil.wait_procs(sources, timeout=60)[1] == []
+    assert psutil.wait_procs(sources, timeout=20)[1] == []

@@ -89,7 +89,7 @@ def test_connections_that_say_nothing_are_cut_off_and_a_drafter_that_waits_is_no
         client.connect()
         half_open = [zmtp.connect(feeder.endpoint) for _ in range(20)]
         idle = [zmtp.dealer(feeder.endpoint) for _ in range(12)]
-        until(lambda: said(tmp_path / "log") == 32)
+        until(lambda: said(tmp_path / "log") == 32, seconds=20)
         client.schedule(iter(keys(0, 20)))
         assert len(list(take_all(client, keys(0, 20)))) == 20
         assert client.stats.reasked == 0
@@ -107,7 +107,9 @@ def test_a_drafter_with_keys_that_waits_is_not_cut_off(tmp_path: Path) -> None:
     ):
         client.connect()
         with zmtp.connect(feeder.endpoint):
-            until(lambda: said(tmp_path / "log") == 1)  # so a drafter that waits would be cut off by now, too
+            until(
+                lambda: said(tmp_path / "log") == 1, seconds=20
+            )  # so a drafter that waits would be cut off by now, too
         assert client._io.links[0].last_loss == ""
 
 
@@ -352,7 +354,7 @@ def test_a_descriptor_that_is_another_socket_when_the_feeder_hears_of_it_is_left
             assert len(connections) == 0
             connections.accepted(its.fileno())
             assert len(connections) == 1
-            until(lambda: connections.look() == 1)  # noqa: B023  # called here
+            assert looks(connections, 1.0) == 1
         assert not _hung_up(far)
 
 

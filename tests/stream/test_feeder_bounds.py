@@ -40,7 +40,7 @@ class RawPeer:
         self.socket.send_multipart([f if isinstance(f, bytes) else m.encode(f) for f in frames])
 
     def receive(self) -> m.Message:
-        assert self.socket.poll(60_000), "no answer"
+        assert self.socket.poll(5000), "no answer"
         return m.decode(self.socket.recv_multipart()[0])
 
     def hello(self, peer: str = "raw") -> None:

@@ -244,7 +244,7 @@ def test_nothing_waits_while_a_checksum_is_taken() -> None:
         def update(self, data: object) -> None:
             other = threading.Thread(target=peers.next_job, args=(0,), daemon=True)
             other.start()
-            other.join(60)
+            other.join(5)
             assert not other.is_alive()
 
         def intdigest(self) -> int:

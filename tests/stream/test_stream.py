@@ -53,7 +53,7 @@ def test_two_drafters_get_their_rows_from_two_feeders_over_ipc_and_tcp(tmp_path:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(200)
+            thread.join(60)
         assert not failures, failures
         assert len(shares) == 2
         assert all(min(share.values()) > 0 for share in shares), shares  # both feeders work for both
@@ -148,7 +148,7 @@ def test_a_window_too_small_to_go_on_is_refused_with_the_number_that_would_do(tm
 
 def test_a_slow_feeder_makes_as_few_rows_as_it_manages(tmp_path: Path) -> None:
     with feeders(
-        FeederProcess(ipc(tmp_path, "slow"), behaviour=Behaviour(seconds_per_row=1.0)),
+        FeederProcess(ipc(tmp_path, "slow"), behaviour=Behaviour(seconds_per_row=0.2)),
         FeederProcess(ipc(tmp_path, "fast"), behaviour=Behaviour(seconds_per_row=0.01)),
     ) as (slow, fast):
         with client_of([slow.endpoint, fast.endpoint], rows=32) as client:

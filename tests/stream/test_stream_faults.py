@@ -227,7 +227,7 @@ def test_a_feeder_named_twice_is_found_out(tmp_path: Path) -> None:
 def test_no_feeder_at_all_is_a_bounded_wait(tmp_path: Path) -> None:
     with client_of([ipc(tmp_path)], connect_seconds=0.5) as client, pytest.raises(StreamError) as caught:
         client.connect()
-    assert re.search(rf"no feeder after \d+ s: {ipc(tmp_path)}: nothing answers there", str(caught.value))
+    assert re.search(rf"no feeder after [01] s: {ipc(tmp_path)}: nothing answers there", str(caught.value))
 
 
 def test_a_drafter_that_starts_again_takes_its_own_place(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_drafter_that_leaves_or_dies_frees_what_it_held(tmp_path: Path) -> Non
         until(lambda: [d.name for d in feeder.look()[0].drafters] == ["rank 1"])
         dying.kill()
         dying.join()
-        until(lambda: not feeder.look()[0].drafters)
+        until(lambda: not feeder.look()[0].drafters, seconds=2)
 
 
 def test_a_dead_drafter_is_noticed_in_seconds_however_long_a_silence_may_be(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_stuck_feeders_rows_come_from_another_and_it_is_named_when_there_is_no
         client.schedule(iter(keys(0, 60)))
         started = time.monotonic()
         assert len(list(take_all(client, keys(0, 40)))) == 40
-        assert time.monotonic() - started < 30  # not row_seconds, nor silent_seconds: it isn't silent
+        assert time.monotonic() - started < 15  # not row_seconds, nor silent_seconds: it isn't silent
         good.kill()
     with (
         feeders(FeederProcess(ipc(tmp_path), behaviour=Behaviour(stuck_at=4, silent_seconds=PATIENT))) as (feeder,),

@@ -167,7 +167,7 @@ def test_a_row_that_waits_for_its_sum_is_given_up_in_time_and_said_to_have_come(
             assert client.counters().window == {"unasked": 0, "asked": 4, "ready": 0, "held": 0, "free": 0}
             assert feeder.look()[0].rows == 4  # the feeder has nothing to wait for
             start = time.monotonic()
-        assert time.monotonic() - start < 2 * PATIENCE  # the sums wait twice that
+        assert time.monotonic() - start < PATIENCE / 2
         assert summing(client)
         late.set()
         until(lambda: not summing(client))
@@ -219,8 +219,8 @@ def test_a_client_that_closes_while_rows_wait_for_their_sums_ends_the_thread(
         timer = threading.Timer(0.2, late.set)
         timer.start()
         client.close()
+        assert not summing(client)
         timer.join()
-        until(lambda: not summing(client))
 
 
 @pytest.mark.parametrize("fetching", [False, True])
@@ -292,5 +292,5 @@ def test_a_process_with_sums_under_way_forks_and_ends(tmp_path: Path) -> None:
     with feeders(FeederProcess(ipc(tmp_path))) as (feeder,):
         command = [sys.executable, "-W", "ignore", "-c", _FORK_AND_EXIT, feeder.endpoint]
         here = Path(__file__).parent
-        ended = subprocess.run(command, cwd=here, timeout=240, capture_output=True, text=True)
+        ended = subprocess.run(command, cwd=here, timeout=60, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr

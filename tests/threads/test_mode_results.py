@@ -67,14 +67,14 @@ def test_lines_that_come_together_are_all_heard(said: str, tmp_path: Path) -> No
     program = f"import os\nos.write(1, b'{said}')\ninput()\n"
     worker = Worker([sys.executable, "-c", program], tmp_path, dict(os.environ))
     for line in (IMPORTED, READY):
-        worker.await_line(line, time.monotonic() + 60)
+        worker.await_line(line, time.monotonic() + 30)
     worker.kill()
 
 
 def test_a_line_that_comes_in_parts_is_heard_and_half_of_one_holds_up_nothing(tmp_path: Path) -> None:
     program = "import os, time\nos.write(1, b'impor')\ntime.sleep(0.3)\nos.write(1, b'ted\\nrea')\ninput()\n"
     worker = Worker([sys.executable, "-c", program], tmp_path, dict(os.environ))
-    worker.await_line(IMPORTED, time.monotonic() + 60)
+    worker.await_line(IMPORTED, time.monotonic() + 30)
     before = time.monotonic()
     worker.await_import(before + 1.0)
     with pytest.raises(DflashError, match="did not get ready in time"):
@@ -107,4 +107,4 @@ def test_the_wait_for_the_next_mode_is_no_part_of_a_modes_start_and_has_its_own_
     none, shim = of_modes.compare(work, list(seconds), tmp_path, limits=Limits(ready=9.0))
     assert (none.failure, shim.failure) == ("", "")
     assert 4.0 <= none.start_seconds < 9.0
-    assert shim.start_seconds < 5.0
+    assert shim.start_seconds < 1.0

@@ -100,7 +100,7 @@ def test_a_thread_that_hangs_is_found_and_its_stack_is_told(work: Work, tmp_path
     let_end(release)
     assert outcome.hung == ["drafter 1"]
     assert "in hang_here" in outcome.stacks["drafter 1"]
-    assert seconds < 200  # it did not wait for the thread
+    assert seconds < 50  # it did not wait for the thread
     assert len(steps) == 1
 
 
@@ -116,7 +116,7 @@ def test_a_thread_that_hangs_with_the_compile_lock_is_told_too(work: Work, tmp_p
     outcome = run_threads(
         work, dataclasses.replace(GUARDS["shim"], turns=lambda: lambda: turn), [0], tmp_path, quiet_seconds=2.0
     )
-    assert time.monotonic() - before < 200  # it did not wait for the lock
+    assert time.monotonic() - before < 50  # it did not wait for the lock
     assert outcome.hung == ["drafter 0"]
     let_end(release)
     assert fx_shim.uninstall()
@@ -128,7 +128,7 @@ def test_a_thread_that_computes_is_not_taken_for_hung(work: Work, tmp_path: Path
         while time.monotonic() < until:
             sum(range(10_000))
 
-    outcome = run_threads(work, guard(Interfering({2: compute})), [0], tmp_path, quiet_seconds=2.0)
+    outcome = run_threads(work, guard(Interfering({2: compute})), [0], tmp_path, quiet_seconds=1.0)
     assert outcome.hung == []
     assert len(read_log(log_file(tmp_path, 0)).steps) == 4
 
