@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dflash_mp.config import TrainConfig
 from dflash_mp.doctor.finding import gib
 from dflash_mp.drafter.fp8_products import MULTIPLE
-from dflash_mp.drafter.loss import chunk_size
+from dflash_mp.drafter.frozen_head import chunk_size
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.stream.layout import FLOAT_TYPES, RowLayout
 from dflash_mp.stream.plan import TargetInfo

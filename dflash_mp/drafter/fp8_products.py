@@ -31,6 +31,8 @@ SMALLEST = 1e-30  # the largest magnitude of a tensor of zeros counts as this, s
 class ScaledLinear(nn.Linear):
     """`nn.Linear` without bias, multiplied in fp8. Same parameter, same name; results in the input's dtype.
 
+    Without gradients, as in held-out passes, it is an ordinary layer: an exported drafter's products are not in fp8.
+
     `normed`: its output goes through a norm, so its gradient is written to memory before it is rounded: the compiler would otherwise have
     one kernel reduce over the norm's width and write transposed bytes, at a tenth of the memory's speed.
     """
@@ -40,6 +42,8 @@ class ScaledLinear(nn.Linear):
         self._normed = normed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
         flat = x.flatten(0, -2)
         rows = len(flat)
         if rows % MULTIPLE:  # the gradient of the weight sums over rows

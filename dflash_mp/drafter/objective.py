@@ -13,9 +13,9 @@ from dflash_mp.config import TrainConfig
 from dflash_mp.drafter import attention, fp8_products
 from dflash_mp.drafter.batch import MicroBatch
 from dflash_mp.drafter.fp8_head import ScaledHead
-from dflash_mp.drafter.loss import BlockLoss, block_loss, slot_weights
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.loss import BlockLoss, block_loss, dpace_loss, slot_weights, teacher_states
 from dflash_mp.drafter.model import embed
-from dflash_mp.drafter.position_loss import FrozenHead, distillation_loss, dpace_loss, teacher_states
 from dflash_mp.drafter.shape import DrafterShape
 from dflash_mp.errors import ConfigError
 
@@ -66,39 +66,32 @@ class Objective:
     def loss(self, model: nn.Module, batch: MicroBatch) -> BlockLoss:
         """The loss sums of a micro-batch under `model` (the drafter, plain or wrapped).
 
-        `weight` is what the gradients are divided by: Σ slot weights, or for D-PACE, whose weights move, the number of blocks.
+        `weight` is what the gradients are divided by: Σ slot weights, or for D-PACE, whose weights move, the number of blocks. Without gradients nothing
+        is multiplied in fp8: what is measured then is the drafter that is exported, under the target's own head.
         """
         blocks = batch.blocks
         noise = embed(blocks.input_ids.flatten(1), self.embedding, self.shape.embedding_scale)
         mask = self.build_mask(blocks.layout(batch.documents))
         hidden = model(batch.features, noise, batch.positions, blocks.positions.flatten(1), mask)
-        if self.kind != "decay":
-            return self._position_loss(hidden, batch)
-        return block_loss(
-            hidden,
-            self.head,
-            blocks.labels,
-            blocks.scored * self.slot_weights,
-            logit_scale=self.shape.logit_scale,
-            logit_softcap=self.shape.logit_softcap,
-            compiled=self.compiled,
-            scaled=self.scaled_head,
-        )
-
-    def _position_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> BlockLoss:
-        blocks = batch.blocks
         head = FrozenHead(
-            self.head, self.shape.logit_scale, self.shape.logit_softcap, self.compiled, scaled=self.scaled_head
+            self.head,
+            self.shape.logit_scale,
+            self.shape.logit_softcap,
+            self.compiled,
+            scaled=self.scaled_head if torch.is_grad_enabled() else None,
         )
         if self.kind == "dpace":
             return dpace_loss(hidden, head, blocks.labels, blocks.scored, self.dpace_alpha)
+        teacher = self._teacher(batch) if self.kind == "distill" else None
+        return block_loss(hidden, head, blocks.labels, blocks.scored * self.slot_weights, teacher)
+
+    def _teacher(self, batch: MicroBatch) -> torch.Tensor:
         if batch.last_hidden is None:
             raise ConfigError(
                 "train.objective distill needs the target's last hidden state, which the feeders don't send",
                 "start the feeders with the same train.objective",
             )
-        teacher = teacher_states(batch.last_hidden, blocks.anchors, self.shape.block_size)
-        return distillation_loss(hidden, head, blocks.labels, blocks.scored * self.slot_weights, teacher)
+        return teacher_states(batch.last_hidden, batch.blocks.anchors, self.shape.block_size)
 
 
 def on_device(

@@ -11,6 +11,7 @@ from reference import Batch, random_batch, small_shape
 from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import AttentionMask, BlockLayout, blockwise_mask, dense_mask
+from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.world import World, data_parallel
@@ -20,7 +21,7 @@ def gradients(model: DraftModel, batch: Batch, build: Callable[[BlockLayout], At
     mask = build(batch.blocks.layout(batch.documents))
     hidden = model(batch.features, batch.noise, batch.positions, batch.blocks.positions.flatten(1), mask)
     weights = batch.blocks.scored * slot_weights(model.shape.block_size)
-    block_loss(hidden, batch.embedding, batch.blocks.labels, weights).total.backward()
+    block_loss(hidden, FrozenHead(batch.embedding), batch.blocks.labels, weights).total.backward()
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     return found

@@ -10,6 +10,7 @@ from reference import Batch, random_batch, small_shape
 from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import blockwise_mask, dense_mask, flex_mask
+from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel, RMSNorm
 
@@ -30,7 +31,7 @@ def gradients(model: DraftModel, batch: Batch, build, compiled: bool = False) ->
     hidden = model(batch.features, batch.noise, batch.positions, batch.blocks.positions.flatten(1), mask)
     weights = batch.blocks.scored * slot_weights(SHAPE.block_size, device=hidden.device)
     head = batch.embedding.to(hidden.dtype)
-    loss = block_loss(hidden, head, batch.blocks.labels, weights, chunk=64, compiled=compiled)
+    loss = block_loss(hidden, FrozenHead(head, compiled=compiled, chunk=64), batch.blocks.labels, weights)
     loss.total.backward()
     found = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)

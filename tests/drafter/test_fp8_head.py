@@ -8,8 +8,8 @@ from reference import loss_slow
 
 from dflash_mp.drafter.fp8_head import ScaledHead, quantise_rows, score
 from dflash_mp.drafter.fp8_products import LARGEST, round_to_fp8
-from dflash_mp.drafter.loss import block_loss, slot_weights
-from dflash_mp.drafter.position_loss import FrozenHead, distillation_loss, dpace_loss
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.loss import block_loss, dpace_loss, slot_weights
 
 HIDDEN, COUNT = 32, 60
 
@@ -141,11 +141,13 @@ def blocks(seed: int, share: float = 0.6) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_the_blocks_loss_goes_through_it(chunk: int, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if static:
-        monkeypatch.setattr("dflash_mp.drafter.loss.skips_unscored", lambda hidden, compiled: False)
+        monkeypatch.setattr("dflash_mp.drafter.frozen_head.skips_unscored", lambda hidden, compiled: False)
     m = blocks(chunk)
     weights = m["scored"] * slot_weights(4)
     exact, _ = loss_slow(m["hidden"], m["head"], m["labels"], weights)
-    loss = block_loss(m["hidden"], m["head"], m["labels"], weights, chunk=chunk, scaled=ScaledHead.of(m["head"]))
+    loss = block_loss(
+        m["hidden"], FrozenHead(m["head"], chunk=chunk, scaled=ScaledHead.of(m["head"])), m["labels"], weights
+    )
     assert 0 < abs(loss.total.item() / exact.item() - 1) < 0.02
     (mine,), (theirs,) = (torch.autograd.grad(total * 3, m["hidden"]) for total in (loss.total, exact))
     assert 0.003 < relative(mine, theirs.double()) < 0.07
@@ -153,14 +155,18 @@ def test_the_blocks_loss_goes_through_it(chunk: int, static: bool, monkeypatch: 
     assert loss.correct.any()
     assert not loss.correct[~m["scored"]].any()
     with torch.no_grad():
-        again = block_loss(m["hidden"], m["head"], m["labels"], weights, chunk=chunk, scaled=ScaledHead.of(m["head"]))
+        again = block_loss(
+            m["hidden"], FrozenHead(m["head"], chunk=chunk, scaled=ScaledHead.of(m["head"])), m["labels"], weights
+        )
     assert torch.equal(again.total, loss.total)
     assert torch.equal(again.correct, loss.correct)
 
 
 def test_without_a_scored_slot_loss_and_gradient_are_zero() -> None:
     m = blocks(1, share=0.0)
-    loss = block_loss(m["hidden"], m["head"], m["labels"], m["scored"].float(), scaled=ScaledHead.of(m["head"]))
+    loss = block_loss(
+        m["hidden"], FrozenHead(m["head"], scaled=ScaledHead.of(m["head"])), m["labels"], m["scored"].float()
+    )
     (gradient,) = torch.autograd.grad(loss.total, m["hidden"])
     assert loss.total == loss.weight == 0
     assert not gradient.any()
@@ -174,7 +180,7 @@ def test_d_pace_and_distillation_go_through_it(chunk: int | None) -> None:
     for losses in (
         [dpace_loss(m["hidden"], head, m["labels"], m["scored"], 0.5) for head in (scaled, plain)],
         [
-            distillation_loss(m["hidden"], head, m["labels"], m["scored"] * slot_weights(4), m["teacher"])
+            block_loss(m["hidden"], head, m["labels"], m["scored"] * slot_weights(4), m["teacher"])
             for head in (scaled, plain)
         ],
     ):

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from dflash_mp.drafter.attention import blockwise_mask, flex_mask
 from dflash_mp.drafter.fp8_head import ScaledHead, score
 from dflash_mp.drafter.fp8_products import CAPABILITY, ScaledLinear, multiply, quantise
+from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
 
@@ -99,7 +100,7 @@ def gradients(model: DraftModel, batch: Batch, build, scaled: bool, compiled: bo
     weights = batch.blocks.scored * slot_weights(SHAPE.block_size, device=hidden.device)
     head = batch.embedding.to(hidden.dtype) * 0.2
     in_fp8 = ScaledHead.of(head) if scaled else None
-    loss = block_loss(hidden, head, batch.blocks.labels, weights, compiled=compiled, scaled=in_fp8)
+    loss = block_loss(hidden, FrozenHead(head, compiled=compiled, scaled=in_fp8), batch.blocks.labels, weights)
     loss.total.backward()
     found = {name: parameter.grad.double().cpu() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)

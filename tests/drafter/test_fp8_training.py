@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from dflash_mp.config import TrainConfig
 from dflash_mp.drafter import arithmetic, fp8_products, schedule, world
 from dflash_mp.drafter.attention import blockwise_mask
 from dflash_mp.drafter.fp8_head import ScaledHead
+from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
+from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.shape import DrafterShape
-from dflash_mp.drafter.trainer import train_step
+from dflash_mp.drafter.trainer import measure_held_out, train_step
 from dflash_mp.errors import ConfigError
 
 SHAPE = small_shape(hidden_size=64, intermediate_size=160, head_dim=16, layers=3, vocab_size=325)
@@ -38,7 +41,8 @@ def gradients(model: DraftModel, seed: int = 0, *, supervised: float = 0.7) -> d
     head = batch.embedding.to(hidden.dtype) * 0.2
     weights = batch.blocks.scored * slot_weights(SHAPE.block_size)
     fp8 = "Scaled" in type(model.layers[0].mlp.up_proj).__name__
-    loss = block_loss(hidden, head, batch.blocks.labels, weights, scaled=ScaledHead.of(head) if fp8 else None)
+    frozen = FrozenHead(head, scaled=ScaledHead.of(head) if fp8 else None)
+    loss = block_loss(hidden, frozen, batch.blocks.labels, weights)
     loss.total.backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -92,6 +96,22 @@ def test_a_curve_follows_that_of_fp32(tmp_path: Path, objective: str) -> None:
     assert fp8[-1] < 0.3 * fp8[0], "it learns"
     assert fp8 != fp32
     assert all(abs(mine / theirs - 1) < 0.05 for mine, theirs in zip(fp8, fp32, strict=True)), curves
+
+
+@pytest.mark.parametrize("objective", ["decay", "dpace"])
+def test_held_out_passes_measure_the_drafter_that_is_exported(tmp_path: Path, objective: str) -> None:
+    measured, trained = {}, {}
+    for precision in ("bf16", "fp8"):
+        config = make_config(tmp_path / precision, precision=precision, steps=1, objective=objective)
+        rows = SyntheticRows()
+        trainer = make_trainer(config, rows)
+        rows.schedule(schedule.row_sequence(config.train, 0, 0, 1, 4))
+        with Reporter(config.run_dir, True) as report:
+            assert measure_held_out(trainer, 4, report, lambda: False)
+        measured[precision] = json.loads((config.run_dir / "metrics.jsonl").read_text())["loss"]
+        trained[precision] = train_step(trainer)[0].loss
+    assert measured["fp8"] == measured["bf16"] > 0
+    assert trained["fp8"] != trained["bf16"]
 
 
 def test_the_log_says_what_runs_in_fp8_and_warns_of_what_does_not(

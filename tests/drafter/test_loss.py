@@ -12,7 +12,8 @@ from reference import loss_slow, random_batch, small_shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_mp.drafter.attention import blockwise_mask
-from dflash_mp.drafter.loss import _cross_entropy, block_loss, chunk_size, default_gamma, slot_weights
+from dflash_mp.drafter.frozen_head import FrozenHead, chunk_size, position_terms
+from dflash_mp.drafter.loss import block_loss, default_gamma, slot_weights
 from dflash_mp.drafter.model import DraftModel
 
 
@@ -47,11 +48,11 @@ def test_loss_gradients_and_hits_equal_the_slow_twin(
 ) -> None:
     hidden, head, labels, weights = material(seed, blocks=blocks, size=size, share=share)
     expected, hits = loss_slow(hidden, head, labels, weights, scale, softcap)
-    how = {"logit_scale": scale, "logit_softcap": softcap, "chunk": chunk, "compiled": compiled}
+    frozen = FrozenHead(head, scale, softcap, compiled, chunk)
     with mock.patch(
-        "dflash_mp.drafter.loss._compiled_cross_entropy", return_value=_cross_entropy
+        "dflash_mp.drafter.frozen_head._compiled_terms", return_value=position_terms
     ):  # what would be compiled
-        loss = block_loss(hidden, head, labels, weights, **how)
+        loss = block_loss(hidden, frozen, labels, weights)
     torch.testing.assert_close(loss.total, expected, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(loss.weight, weights.sum())
     assert torch.equal(loss.correct, hits)
@@ -63,10 +64,10 @@ def test_loss_gradients_and_hits_equal_the_slow_twin(
 
 def test_static_shapes_give_the_same_as_leaving_out_unscored_slots(monkeypatch) -> None:
     hidden, head, labels, weights = material(1)
-    compact = block_loss(hidden, head, labels, weights)
+    compact = block_loss(hidden, FrozenHead(head), labels, weights)
     (gradient,) = torch.autograd.grad(compact.total, hidden)
-    monkeypatch.setattr("dflash_mp.drafter.loss.skips_unscored", lambda hidden, compiled: False)
-    static = block_loss(hidden, head, labels, weights)
+    monkeypatch.setattr("dflash_mp.drafter.frozen_head.skips_unscored", lambda hidden, compiled: False)
+    static = block_loss(hidden, FrozenHead(head), labels, weights)
     torch.testing.assert_close(static.total, compact.total)
     torch.testing.assert_close(torch.autograd.grad(static.total, hidden)[0], gradient)
     assert torch.equal(static.correct, compact.correct)
@@ -77,12 +78,12 @@ def test_what_is_compiled_sees_one_shape_however_many_slots_are_scored() -> None
 
     def watched(logits: torch.Tensor, *more: object) -> object:
         shapes.append(logits.shape)
-        return _cross_entropy(logits, *more)
+        return position_terms(logits, *more)
 
-    with mock.patch("dflash_mp.drafter.loss._compiled_cross_entropy", return_value=watched):
+    with mock.patch("dflash_mp.drafter.frozen_head._compiled_terms", return_value=watched):
         for share in (0.0, 0.3, 1.0):
             hidden, head, labels, weights = material(3, share=share)
-            block_loss(hidden, head, labels, weights, compiled=True)
+            block_loss(hidden, FrozenHead(head, compiled=True), labels, weights)
     assert len(shapes) == 3
     assert len(set(shapes)) == 1
 
@@ -100,8 +101,10 @@ def test_compiled_chunks_have_one_length_and_are_no_longer_than_allowed() -> Non
 
 def test_sums_do_not_depend_on_how_rows_are_split() -> None:
     hidden, head, labels, weights = material(2, rows=4)
-    whole = block_loss(hidden, head, labels, weights)
-    parts = [block_loss(hidden[rows], head, labels[rows], weights[rows]) for rows in (slice(0, 1), slice(1, 4))]
+    whole = block_loss(hidden, FrozenHead(head), labels, weights)
+    parts = [
+        block_loss(hidden[rows], FrozenHead(head), labels[rows], weights[rows]) for rows in (slice(0, 1), slice(1, 4))
+    ]
     torch.testing.assert_close(sum(part.total for part in parts), whole.total)
     torch.testing.assert_close(sum(part.weight for part in parts), whole.weight)
     mine = torch.autograd.grad(sum(part.total for part in parts), hidden)
@@ -116,7 +119,7 @@ def test_a_row_without_anchors_gives_zero_loss_and_zero_gradients_for_every_para
     assert not batch.blocks.keep.any()
     mask = blockwise_mask(batch.blocks.layout(batch.documents))
     hidden = model(batch.features, batch.noise, batch.positions, batch.blocks.positions.flatten(1), mask)
-    loss = block_loss(hidden, batch.embedding, batch.blocks.labels, batch.blocks.scored * slot_weights(4))
+    loss = block_loss(hidden, FrozenHead(batch.embedding), batch.blocks.labels, batch.blocks.scored * slot_weights(4))
     loss.total.backward()
     assert loss.total.item() == loss.weight.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -125,12 +128,12 @@ def test_a_row_without_anchors_gives_zero_loss_and_zero_gradients_for_every_para
 def test_a_block_without_anchor_among_others_changes_nothing() -> None:
     hidden, head, labels, weights = material(3)
     weights[:, 2] = 0
-    (gradient,) = torch.autograd.grad(block_loss(hidden, head, labels, weights).total, hidden)
+    (gradient,) = torch.autograd.grad(block_loss(hidden, FrozenHead(head), labels, weights).total, hidden)
     assert not gradient.view(2, 5, 4, -1)[:, 2].any()
     kept = [0, 1, 3, 4]
     fewer = hidden.view(2, 5, 4, -1)[:, kept].flatten(1, 2)
-    less = block_loss(fewer, head, labels[:, kept], weights[:, kept])
-    torch.testing.assert_close(less.total, block_loss(hidden, head, labels, weights).total)
+    less = block_loss(fewer, FrozenHead(head), labels[:, kept], weights[:, kept])
+    torch.testing.assert_close(less.total, block_loss(hidden, FrozenHead(head), labels, weights).total)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -149,22 +152,22 @@ class LargestTensor(TorchDispatchMode):
 def test_no_more_logits_exist_than_a_chunk_of_them() -> None:
     hidden, head, labels, weights = material(4, rows=4, blocks=8, size=8, vocabulary=500, share=1.0)
     with LargestTensor() as largest:
-        block_loss(hidden, head, labels, weights, chunk=20).total.backward()
+        block_loss(hidden, FrozenHead(head, chunk=20), labels, weights).total.backward()
     assert largest.elements == 20 * 500
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:
     hidden, head, labels, weights = material(5)
     with torch.no_grad():
-        measured = block_loss(hidden, head, labels, weights)
+        measured = block_loss(hidden, FrozenHead(head), labels, weights)
     assert not measured.total.requires_grad
-    assert torch.equal(measured.total, block_loss(hidden, head, labels, weights).total)
+    assert torch.equal(measured.total, block_loss(hidden, FrozenHead(head), labels, weights).total)
 
 
 def test_a_bf16_head_keeps_its_dtype_and_softmax_is_fp32() -> None:
     hidden, head, labels, weights = material(6, vocabulary=400)
     expected, _ = loss_slow(hidden, head.bfloat16().float(), labels, weights)
-    loss = block_loss(hidden.bfloat16(), head.bfloat16(), labels, weights)
+    loss = block_loss(hidden.bfloat16(), FrozenHead(head.bfloat16()), labels, weights)
     assert loss.total.dtype == torch.float32
     assert loss.total.item() == pytest.approx(expected.item(), rel=5e-3)
     (gradient,) = torch.autograd.grad(loss.total, hidden)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mp.drafter.loss import block_loss, slot_weights
-from dflash_mp.drafter.position_loss import FrozenHead, distillation_loss, dpace_loss, teacher_states
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.loss import block_loss, dpace_loss, slot_weights, teacher_states
 
 HIDDEN, VOCABULARY = 12, 23
 
@@ -101,7 +101,7 @@ def test_distillation_equals_its_definition(seed, blocks, size, share, scale, so
     weights = m["scored"] * slot_weights(size)
     want = slow_distillation(m, weights, scale, softcap)
     head = FrozenHead(m["head"], scale, softcap, chunk=chunk)
-    loss = distillation_loss(m["hidden"], head, m["labels"], weights, m["teacher"])
+    loss = block_loss(m["hidden"], head, m["labels"], weights, m["teacher"])
     torch.testing.assert_close(loss.total.double(), want, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(loss.weight, weights.sum())
     _compare_gradients(loss.total, want, m["hidden"])
@@ -118,11 +118,11 @@ def test_hits_are_those_of_the_cross_entropy() -> None:
     likely = (m["hidden"] @ m["head"].t()).argmax(-1).view(m["labels"].shape).int()
     labels = torch.where(torch.arange(4) % 2 == 0, likely, m["labels"])
     weights = m["scored"] * slot_weights(4)
-    usual = block_loss(m["hidden"].float(), m["head"].float(), labels, weights)
+    usual = block_loss(m["hidden"].float(), FrozenHead(m["head"].float()), labels, weights)
     head = FrozenHead(m["head"])
     assert usual.correct.any()
     assert torch.equal(dpace_loss(m["hidden"], head, labels, m["scored"], 0.5).correct, usual.correct)
-    assert torch.equal(distillation_loss(m["hidden"], head, labels, weights, m["teacher"]).correct, usual.correct)
+    assert torch.equal(block_loss(m["hidden"], head, labels, weights, m["teacher"]).correct, usual.correct)
 
 
 def test_a_drafter_that_says_what_the_target_says_has_nothing_to_learn() -> None:
@@ -130,7 +130,7 @@ def test_a_drafter_that_says_what_the_target_says_has_nothing_to_learn() -> None
     hidden = torch.zeros(2, 3, 4, HIDDEN, dtype=torch.float64)
     hidden[:, :, 1:] = m["teacher"]
     same = hidden.flatten(1, 2).requires_grad_()
-    loss = distillation_loss(same, FrozenHead(m["head"]), m["labels"], m["scored"] * slot_weights(4), m["teacher"])
+    loss = block_loss(same, FrozenHead(m["head"]), m["labels"], m["scored"] * slot_weights(4), m["teacher"])
     assert loss.total.item() == pytest.approx(0, abs=1e-5)
     assert torch.autograd.grad(loss.total, same)[0].abs().max() < 1e-6
 
@@ -151,12 +151,12 @@ def test_static_shapes_give_the_same_as_leaving_out_unscored_slots(monkeypatch: 
         found = []
         for loss in (
             dpace_loss(m["hidden"], head, m["labels"], m["scored"], 0.5),
-            distillation_loss(m["hidden"], head, m["labels"], weights, m["teacher"]),
+            block_loss(m["hidden"], head, m["labels"], weights, m["teacher"]),
         ):
             found += [loss.total, torch.autograd.grad(loss.total, m["hidden"])[0], loss.correct]
         return found
 
     compact = both()
-    monkeypatch.setattr("dflash_mp.drafter.position_loss.skips_unscored", lambda hidden, compiled: False)
+    monkeypatch.setattr("dflash_mp.drafter.frozen_head.skips_unscored", lambda hidden, compiled: False)
     for one, other in zip(compact, both(), strict=True):
         torch.testing.assert_close(one, other)

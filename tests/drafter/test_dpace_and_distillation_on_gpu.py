@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dflash_mp.drafter.loss import BlockLoss, slot_weights
-from dflash_mp.drafter.position_loss import FrozenHead, distillation_loss, dpace_loss
+from dflash_mp.drafter.frozen_head import FrozenHead
+from dflash_mp.drafter.loss import BlockLoss, block_loss, dpace_loss, slot_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ class Material:
         weights = self.scored * slot_weights(SIZE, device=self.labels.device)
         return [
             dpace_loss(self.hidden, head, self.labels, self.scored, 0.5),
-            distillation_loss(self.hidden, head, self.labels, weights, self.teacher),
+            block_loss(self.hidden, head, self.labels, weights, self.teacher),
         ]
 
 
