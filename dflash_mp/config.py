@@ -161,20 +161,22 @@ class TrainConfig(_Section):
     micro_batch_rows: int = Field(1, ge=1, description="rows in one forward pass of a rank")
     anchors_per_row: int = Field(512, ge=1, description="blocks trained in each row")
     objective: Literal["decay", "dpace", "distill"] = Field(
-        "decay",
-        description="decay: cross-entropy, later slots weighing less; dpace: D-PACE, weights by the chance to get so far; "
+        "dpace",
+        description="dpace: D-PACE, cross-entropy with weights by the chance to get so far; decay: later slots weighing less; "
         "distill: the target's own distribution, with decay's weights",
     )
     dpace_alpha: float = Field(
         0.5, gt=0, le=1, description="dpace: a slot's chance counts as (1 − alpha)·chance + alpha"
     )
     loss_gamma: float | None = Field(
-        None, gt=0, description="decay of the loss over slots; default by block size: 16→7, 10→5, 8→4"
+        None,
+        gt=0,
+        description="decay, distill: decay of the weights over slots; default by block size: 16→7, 10→5, 8→4",
     )
     learning_rate: float = Field(6e-4, gt=0, description="peak")
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate over peak")
     schedule: Literal["cosine", "wsd"] = Field(
-        "cosine", description="after the warm-up: cosine, or stable then a cosine decay"
+        "wsd", description="after the warm-up: stable, then a cosine decay (wsd); or cosine all along"
     )
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="share of steps spent warming up")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of steps spent decaying")

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dflash_mp.bench import timing
 from dflash_mp.bench.fp8_products import Fp8Products
 from dflash_mp.bench.step import CASES, StepCase, bench_cases, build, gradient_error, make_batch
-from dflash_mp.drafter import loss
+from dflash_mp.drafter import frozen_head
 from dflash_mp.errors import ConfigError
 
 
@@ -68,14 +68,14 @@ def test_works_are_timed_in_series_of_a_like_length(monkeypatch: pytest.MonkeyPa
 def test_the_gradients_are_those_of_the_float64_twin_and_a_wrong_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert gradient_error(CASES["tiny"], cpu, torch.float32) < 1e-5
-    right = loss._cross_entropy_in_place
+    right = frozen_head.terms_in_place
 
     def doubled(logits: torch.Tensor, *more: object) -> object:
-        total, hits, slope, factor = right(logits, *more)
-        return total, hits, slope, factor * 2
+        losses, hits, slope, factor = right(logits, *more)
+        return losses, hits, slope, factor * 2
 
     calls = iter([doubled, right])  # the measured pass first, then its twin
-    monkeypatch.setattr(loss, "_cross_entropy_in_place", lambda *arguments: next(calls)(*arguments))
+    monkeypatch.setattr(frozen_head, "terms_in_place", lambda *arguments: next(calls)(*arguments))
     assert gradient_error(CASES["tiny"], cpu, torch.float32) > 0.5
 
 

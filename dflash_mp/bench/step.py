@@ -21,9 +21,10 @@ import torch
 from dflash_mp.bench.fp8_products import Fp8Products, measure_products
 from dflash_mp.bench.timing import by_turns, copy_rate, plain_product, queued, timed
 from dflash_mp.config import TrainConfig
+from dflash_mp.drafter import arithmetic
 from dflash_mp.drafter.anchors import make_blocks
 from dflash_mp.drafter.batch import MicroBatch
-from dflash_mp.drafter.fp8_products import check_device
+from dflash_mp.drafter.fp8_products import check_device, draw_of
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.objective import Objective
 from dflash_mp.drafter.optimizer import MasterAdamW
@@ -302,10 +303,11 @@ def make_batch(case: StepCase, device: torch.device, dtype: torch.dtype, seed: i
 
 def _passes(model: DraftModel, objective: Objective, batches: list[MicroBatch]) -> Callable[[], None]:
     """What makes one pass, over the next of `batches`."""
-    following = itertools.cycle(batches)
+    following, steps = itertools.cycle(batches), itertools.count()
 
     def one() -> None:
         model.zero_grad(set_to_none=True)
+        arithmetic.round_anew(model, objective, draw_of(0, next(steps)))
         objective.loss(model, next(following)).total.backward()
 
     return one

@@ -5,7 +5,8 @@ the vocabulary. Gradient: Σ over the vocabulary of (probability − label) · h
 from the head's own rows, unrounded; the others go into the product as multiples of the most probable one (e4m3 keeps those above
 1/458,752 of it), and the head's columns have a scale each.
 
-The head is rounded once per process, in both directions in memory: 2·V·H bytes beside the head itself. A vocabulary that isn't a multiple of 16 is
+The head is rounded once per optimizer step, each time another way (`fp8_products.dither`), for an error that stayed would move what is trained. It lies
+in memory in both directions: 2·V·H bytes beside the head itself. A vocabulary that isn't a multiple of 16 is
 filled up with rows of zeros, which no softmax sees; the hidden size must be one.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, multiply, round_to_fp8
+from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, dither, multiply, round_to_fp8
 
 _ROWS_AT_ONCE = 16_384  # of the head, while it is rounded
 
@@ -37,23 +38,65 @@ class ScaledHead:
     @staticmethod
     @torch.no_grad()
     def of(weight: torch.Tensor) -> ScaledHead:
-        """Round `weight` [V, H]; H is a multiple of 16."""
+        """Round `weight` [V, H] to the nearest; H is a multiple of 16."""
         size, hidden = weight.shape
         padded = size + -size % MULTIPLE
         rows = torch.zeros((padded, hidden), dtype=FP8, device=weight.device)
         columns = torch.zeros((hidden, padded), dtype=FP8, device=weight.device)
-        row_scale = torch.empty(size, dtype=torch.float32, device=weight.device)
-        parts = [slice(start, min(start + _ROWS_AT_ONCE, size)) for start in range(0, size, _ROWS_AT_ONCE)]
-        largest = torch.stack([weight[part].abs().amax(0) for part in parts]).amax(0).float().clamp_min(SMALLEST)
-        for part in parts:
-            rows[part], row_scale[part] = quantise_rows(weight[part])
-            columns[:, part] = round_to_fp8((weight[part].float() * (LARGEST / largest)).t())
-        return ScaledHead(weight, rows, row_scale, columns, largest / LARGEST, torch.ones_like(largest[0]))
+        of_rows = torch.cat([weight[part].abs().amax(1) for part in _parts(size)]).float().clamp_min(SMALLEST)
+        of_columns = (
+            torch.stack([weight[part].abs().amax(0) for part in _parts(size)]).amax(0).float().clamp_min(SMALLEST)
+        )
+        head = ScaledHead(
+            weight, rows, of_rows / LARGEST, columns, of_columns / LARGEST, torch.ones_like(of_columns[0])
+        )
+        head._fill(None, compiled=False)
+        return head
+
+    @torch.no_grad()
+    def round_anew(self, draw: int, *, compiled: bool) -> None:
+        """Round the head in the way of `draw`. On a device nothing waits for it."""
+        self._fill(torch.full((), draw, dtype=torch.int32, device=self.weight.device), compiled)
+
+    def _fill(self, draw: torch.Tensor | None, compiled: bool) -> None:
+        fill = _compiled(_round_into) if compiled else _round_into
+        for part in [slice(0, len(self.weight))] if compiled else _parts(len(self.weight)):
+            fill(
+                self.rows[part],
+                self.columns[:, part],
+                self.weight[part],
+                self.row_scale[part],
+                self.column_scale,
+                draw,
+                part.start,
+            )
 
     @property
     def nbytes(self) -> int:
         """Of what exists beside the head."""
         return self.rows.nbytes + self.columns.nbytes + self.row_scale.nbytes + self.column_scale.nbytes
+
+
+def _parts(size: int) -> list[slice]:
+    return [slice(start, min(start + _ROWS_AT_ONCE, size)) for start in range(0, size, _ROWS_AT_ONCE)]
+
+
+def _round_into(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    weight: torch.Tensor,
+    row_scale: torch.Tensor,
+    column_scale: torch.Tensor,
+    draw: torch.Tensor | None,
+    first: int,
+) -> None:
+    """Write `weight` [n, H], rows `first` and on of the head, to fp8 `rows` [n, H] and `columns` [H, n], which have scales of their own."""
+    wide = weight.float()
+    by_row, by_column = wide / row_scale[:, None], wide / column_scale
+    if draw is not None:
+        by_row, by_column = dither(by_row, draw, first), dither(by_column, draw, first)
+    rows.copy_(round_to_fp8(by_row))
+    columns.copy_(round_to_fp8(by_column.t()))
 
 
 class Scored(NamedTuple):

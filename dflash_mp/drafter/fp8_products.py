@@ -3,7 +3,9 @@
 Weights, gradients and optimizer stay as in bf16; what enters a product is rounded to e4m3 (3 bits of mantissa) under one scale per tensor, found anew
 each time from its largest magnitude. A random matrix is off by 2.6% (norm over norm) after rounding, a product of two by 3.7%. Magnitudes under
 1/28,672 of a tensor's largest lose further bits, under 1/458,752 all: gradients take e4m3, too, because what is lost
-there has no part in their norm. Scales are tensors made in the graph, so that layers share a compilation, and the passes over memory (largest
+there has no part in their norm. Weights, which stay nearly the same from step to step, are rounded at random, another way in each optimizer step
+(`ScaledLinear.draw`): their mean is the weight itself. Rounded to the nearest, their errors would stay, and training would be that of other weights than
+those that are exported. Scales are tensors made in the graph, so that layers share a compilation, and the passes over memory (largest
 magnitude, rounding, transposing one-byte values) are left to the compiler to fuse with what is around them.
 
 The products are PyTorch's own (`torch._scaled_mm`), on CUDA from compute capability 8.9 on. A CPU computes the same numbers, slowly. Widths must
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,6 +29,7 @@ LARGEST = 448.0  # of FP8
 MULTIPLE = 16  # of the second operand's sizes
 CAPABILITY = (8, 9)  # least, of a CUDA device
 SMALLEST = 1e-30  # the largest magnitude of a tensor of zeros counts as this, so that nothing is divided by zero
+_BY_ROW, _BY_COLUMN = 0xC13FA9A9 - (1 << 32), 0x91E10DA5 - (1 << 32)  # of `dither`, as int32
 
 
 class ScaledLinear(nn.Linear):
@@ -37,9 +41,12 @@ class ScaledLinear(nn.Linear):
     one kernel reduce over the norm's width and write transposed bytes, at a tenth of the memory's speed.
     """
 
+    draw: torch.Tensor  # int32 scalar: which way the weight is rounded
+
     def __init__(self, inputs: int, outputs: int, normed: bool = False) -> None:
         super().__init__(inputs, outputs, bias=False)
         self._normed = normed
+        self.register_buffer("draw", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -48,10 +55,10 @@ class ScaledLinear(nn.Linear):
         rows = len(flat)
         if rows % MULTIPLE:  # the gradient of the weight sums over rows
             padded: torch.Tensor = _ScaledProduct.apply(
-                F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight, self._normed
+                F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), self.weight, self.draw, self._normed
             )
             return padded[:rows].unflatten(0, x.shape[:-1])
-        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight, self._normed)
+        out: torch.Tensor = _ScaledProduct.apply(flat, self.weight, self.draw, self._normed)
         return out.unflatten(0, x.shape[:-1])
 
 
@@ -82,10 +89,32 @@ def check_device(device: torch.device, precision: str) -> None:
         )
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` as contiguous fp8 values and the float32 scalar that they are to be multiplied with. NaN and infinities come out as NaN."""
+def draw_of(seed: int, step: int) -> int:
+    """What decides how an optimizer step rounds weights: an int32, all of them equally likely."""
+    return (int(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).random_raw()) >> 32) - (1 << 31)
+
+
+def quantise(x: torch.Tensor, draw: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` as contiguous fp8 values and the float32 scalar that they are to be multiplied with. NaN and infinities come out as NaN.
+
+    To the nearest value, or, with `draw`, of a matrix, at random to one of the two beside it.
+    """
     largest = x.abs().amax().float().clamp_min(SMALLEST)
-    return round_to_fp8(x.float() * (LARGEST / largest)), largest / LARGEST
+    scaled = x.float() * (LARGEST / largest)
+    return round_to_fp8(scaled if draw is None else dither(scaled, draw)), largest / LARGEST
+
+
+def dither(x: torch.Tensor, draw: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Float32 `x` [m, n], rows `first` and on of a matrix, with up to half the distance of two fp8 values added or taken away, so that its nearest fp8 value is `x` in the mean over `draw`.
+
+    What is added are the fractions of a lattice over rows and columns (its two constants are the inverse powers of 1.3247…, of 32 bits), shifted by `draw`,
+    an int32 scalar: evenly spread over each draw's neighbouring places, and over each place's draws, for two additions and a product a value.
+    """
+    rows, columns = (torch.arange(size, dtype=torch.int32, device=x.device) for size in x.shape)
+    place = (rows[:, None] + first) * _BY_ROW + columns * _BY_COLUMN + draw
+    fraction = ((place >> 8) & 0xFFFFFF).float() * 2.0**-24 - 0.5
+    distance = (x.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-3  # 3 bits of mantissa
+    return x + fraction * distance.clamp_min(2.0**-9)
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -116,20 +145,20 @@ class _ScaledProduct(torch.autograd.Function):
     """x [m, k] · weightᵀ [n, k]; m, n and k are multiples of 16."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, normed: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, draw: torch.Tensor, normed: bool) -> torch.Tensor:
         values, scale = quantise(x)
-        ctx.save_for_backward(values, scale, weight)
+        ctx.save_for_backward(values, scale, weight, draw)
         ctx.normed = normed
-        return multiply(values, scale, *quantise(weight), x.dtype)
+        return multiply(values, scale, *quantise(weight, draw), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        values, scale, weight = ctx.saved_tensors
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        values, scale, weight, draw = ctx.saved_tensors
         slopes, slope_scale = quantise(_written(of_out) if ctx.normed and torch.compiler.is_compiling() else of_out)
-        weights, weight_scale = quantise(weight)
+        weights, weight_scale = quantise(weight, draw)
         of_x = multiply(slopes, slope_scale, _turned(weights), weight_scale, of_out.dtype)
         of_weight = multiply(_turned(slopes), slope_scale, _turned(values), scale, weight.dtype)
-        return of_x, of_weight, None
+        return of_x, of_weight, None, None
 
 
 @torch.library.custom_op("dflash_mp::written", mutates_args=())

@@ -22,10 +22,11 @@ from torch._dynamo.utils import counters
 
 from dflash_mp.config import RunConfig
 from dflash_mp.data.row import RowKey
-from dflash_mp.drafter import schedule
+from dflash_mp.drafter import arithmetic, schedule
 from dflash_mp.drafter.balance import Balance, RowWaits
 from dflash_mp.drafter.batch import BatchLoader, MicroBatch
 from dflash_mp.drafter.compile_order import one_first
+from dflash_mp.drafter.fp8_products import draw_of
 from dflash_mp.drafter.loss import BlockLoss
 from dflash_mp.drafter.metrics import Figures, StepSums
 from dflash_mp.drafter.model import DraftModel
@@ -151,6 +152,8 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
     options, world, step = trainer.config.train, trainer.world, trainer.step
     sums, waits = StepSums(trainer.shape.block_size, world.device, world.size), RowWaits(world.device)
     batches = schedule.rows_of_step(step, world.rank, world.size, options.rows_per_step, options.micro_batch_rows)
+    if options.precision == "fp8":
+        arithmetic.round_anew(trainer.model, trainer.objective, draw_of(trainer.config.seed, step))
     abandoned = False
     for number, keys in enumerate(batches):
         with waits.waiting(), span("data wait"):

@@ -130,6 +130,7 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # each rank has the same: how fp8 rounds weights
     )
     parallel.register_comm_hook(None, _sum_gradients)
     return parallel

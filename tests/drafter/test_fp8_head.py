@@ -7,7 +7,7 @@ import torch
 from reference import loss_slow
 
 from dflash_mp.drafter.fp8_head import ScaledHead, quantise_rows, score
-from dflash_mp.drafter.fp8_products import LARGEST, round_to_fp8
+from dflash_mp.drafter.fp8_products import LARGEST, draw_of, round_to_fp8
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, dpace_loss, slot_weights
 
@@ -49,6 +49,25 @@ def test_the_head_is_rounded_once_in_both_directions_and_filled_up_with_zeros() 
     by_columns = scaled.columns[:, :37].float() * scaled.column_scale[:, None]
     assert ((by_columns.t() - head).norm(dim=0) / head.norm(dim=0)).max() < 0.05
     assert scaled.nbytes == 2 * 48 * HIDDEN + 4 * (37 + HIDDEN)
+
+
+def test_each_step_rounds_the_head_its_own_way_and_in_the_mean_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, head, _ = material(1, 37)
+    scaled, whole = ScaledHead.of(head), ScaledHead.of(head)
+    nearest = scaled.rows.clone()
+    means, draws = [torch.zeros(head.shape), torch.zeros(head.shape)], [draw_of(0, step) for step in range(300)]
+    for draw in draws:
+        scaled.round_anew(draw, compiled=False)
+        means[0] += scaled.rows[:37].float() * scaled.row_scale[:, None] / len(draws)
+        means[1] += (scaled.columns[:, :37].float() * scaled.column_scale[:, None]).t() / len(draws)
+    for mean in means:
+        assert relative(mean, head) < 0.005, "to the nearest it would be 0.026"
+    assert not torch.equal(scaled.rows.float(), nearest.float())
+    assert not scaled.rows[37:].float().any()
+    monkeypatch.setattr("dflash_mp.drafter.fp8_head._ROWS_AT_ONCE", 10)
+    whole.round_anew(draws[-1], compiled=False)
+    assert torch.equal(whole.rows.float(), scaled.rows.float()), "however the head is cut"
+    assert torch.equal(whole.columns.float(), scaled.columns.float())
 
 
 @pytest.mark.usefixtures("as_on_cuda")

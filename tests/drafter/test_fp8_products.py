@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,22 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from dflash_mp.drafter.fp8_products import FP8, LARGEST, ScaledLinear, linear, quantise, round_to_fp8, unscaled_layers
+from dflash_mp.drafter.fp8_products import (
+    FP8,
+    LARGEST,
+    ScaledLinear,
+    dither,
+    draw_of,
+    linear,
+    quantise,
+    round_to_fp8,
+    unscaled_layers,
+)
 
-# What e4m3 makes of normal numbers is off by 2.6%, so a product of two such matrices by 3.7%.
+# What e4m3 makes of normal numbers is off by 2.6%, and by 3.8% where it rounds at random. A product of two such matrices is off by 3.7%, or,
+# with a weight, by 4.6%.
 LEAST, MOST = 0.03, 0.045
+LEAST_WITH_WEIGHT, MOST_WITH_WEIGHT = 0.04, 0.052
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -30,11 +43,26 @@ def slowly_rounded(x: torch.Tensor) -> torch.Tensor:
     return (values[nearest] * scale).view(x.shape)
 
 
+def slowly_dithered(weight: torch.Tensor, draw: int) -> torch.Tensor:
+    """As `slowly_rounded`, but with the noise of a lattice, in Python's own numbers."""
+    scale = weight.double().abs().max() / LARGEST
+    moved = (weight.double() / scale).tolist()
+    for row, values in enumerate(moved):
+        for column, value in enumerate(values):
+            place = (row * 0xC13FA9A9 + column * 0x91E10DA5 + draw) % 2**32
+            step = 2.0 ** max(math.frexp(value)[1] - 1 - 3, -9)
+            values[column] = value + ((place >> 8) / 2**24 - 0.5) * step
+    at = torch.tensor(moved, dtype=torch.float64)
+    at.view(-1)[weight.abs().argmax()] = LARGEST * weight.flatten()[weight.abs().argmax()].sign()  # the scale stays
+    return slowly_rounded(at.clamp(-LARGEST, LARGEST)) * scale
+
+
 def three_products(
-    x: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, slope: torch.Tensor, draw: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     layer = ScaledLinear(weight.shape[1], weight.shape[0])
     layer.to(weight.dtype).weight.data.copy_(weight)
+    layer.draw.fill_(draw)
     x = x.detach().requires_grad_()
     out = layer(x)
     out.backward(slope)
@@ -57,8 +85,9 @@ def material(seed: int, rows: int, dtype: torch.dtype = torch.float32) -> list[t
 @pytest.mark.parametrize("rows", [1, 5, 16, 37, 160])
 def test_products_equal_those_of_slowly_rounded_operands(rows: int) -> None:
     x, weight, slope = material(rows, rows)
-    found = three_products(x, weight, slope)
-    x, weight, slope = (slowly_rounded(each) for each in (x, weight, slope))
+    draw = draw_of(rows, 3)
+    found = three_products(x, weight, slope, draw)
+    x, weight, slope = slowly_rounded(x), slowly_dithered(weight, draw), slowly_rounded(slope)
     for mine, exact in zip(found, (x @ weight.t(), slope @ weight, slope.t() @ x), strict=True):
         assert relative(mine, exact) < 3e-3  # a value halfway between two may go either way in float32
 
@@ -68,8 +97,33 @@ def test_products_are_off_by_what_rounding_explains(dtype: torch.dtype) -> None:
     x, weight, slope = material(0, 160, dtype)
     found = three_products(x, weight, slope)
     x, weight, slope = x.double(), weight.double(), slope.double()
-    for mine, exact in zip(found, (x @ weight.t(), slope @ weight, slope.t() @ x), strict=True):
-        assert LEAST < relative(mine, exact) < MOST, "less would not be fp8"
+    for mine, exact in zip(found[:2], (x @ weight.t(), slope @ weight), strict=True):
+        assert LEAST_WITH_WEIGHT < relative(mine, exact) < MOST_WITH_WEIGHT, "less would not be fp8"
+    assert LEAST < relative(found[2], slope.t() @ x) < MOST, "less would not be fp8"
+
+
+def test_weights_are_rounded_at_random_to_one_of_two_neighbours_and_in_the_mean_not_at_all() -> None:
+    x = torch.randn(40, 33, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3.5, 2, 40)[:, None]
+    x = x.clamp(-LARGEST, LARGEST)
+    step = torch.exp2(torch.frexp(x)[1] - 4.0).clamp_min(2.0**-9)
+    mean, draws = torch.zeros(x.shape, dtype=torch.float64), [draw_of(1, step) for step in range(1000)]
+    assert len(set(draws)) == 1000
+    for draw in draws:
+        rounded = round_to_fp8(dither(x, torch.tensor(draw, dtype=torch.int32))).float()
+        assert ((rounded - x).abs() <= step).all()
+        mean += rounded.double() / len(draws)
+    off = (mean - x) / step
+    assert off.abs().mean() < 0.02, "to the nearest it would be 0.25"
+    assert off.mean().abs() < 0.003
+    # Just above a power of two the lower neighbour is only half a step away.
+    assert off.abs().max() < 0.14
+
+
+def test_a_step_rounds_weights_in_its_own_way_in_both_directions() -> None:
+    x, weight, slope = material(7, 32)
+    once, again, other = (three_products(x, weight, slope, draw) for draw in (5, 5, -77))
+    assert all(torch.equal(mine, same) for mine, same in zip(once, again, strict=True))
+    assert [torch.equal(mine, another) for mine, another in zip(once, other, strict=True)] == [False, False, True]
 
 
 def test_a_thousandfold_row_leaves_the_others_as_exact_as_before() -> None:
@@ -80,7 +134,7 @@ def test_a_thousandfold_row_leaves_the_others_as_exact_as_before() -> None:
     x, weight, slope = x.double(), weight.double(), slope.double()
     for mine, exact in ((out, x @ weight.t()), (of_x, slope @ weight)):
         errors = (mine.double() - exact).norm(dim=1) / exact.norm(dim=1)
-        assert errors.max() < 0.06
+        assert errors.max() < 0.06 * 4.6 / 3.7
     assert relative(of_weight, slope.t() @ x) < 0.06
 
 

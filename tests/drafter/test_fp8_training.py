@@ -21,7 +21,7 @@ from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.report import Reporter
 from dflash_mp.drafter.shape import DrafterShape
-from dflash_mp.drafter.trainer import measure_held_out, train_step
+from dflash_mp.drafter.trainer import Trainer, measure_held_out, train_step
 from dflash_mp.errors import ConfigError
 
 SHAPE = small_shape(hidden_size=64, intermediate_size=160, head_dim=16, layers=3, vocab_size=325)
@@ -96,6 +96,28 @@ def test_a_curve_follows_that_of_fp32(tmp_path: Path, objective: str) -> None:
     assert fp8[-1] < 0.3 * fp8[0], "it learns"
     assert fp8 != fp32
     assert all(abs(mine / theirs - 1) < 0.05 for mine, theirs in zip(fp8, fp32, strict=True)), curves
+
+
+def test_each_optimizer_step_rounds_weights_its_own_way_and_a_resumed_run_as_it_would_have(tmp_path: Path) -> None:
+    def state(trainer: Trainer) -> tuple[int, torch.Tensor]:
+        assert trainer.objective.scaled_head is not None
+        return int(trainer.model.layers[0].mlp.up_proj.draw), trainer.objective.scaled_head.rows.float().clone()
+
+    config = make_config(tmp_path, precision="fp8", steps=3)
+    found = []
+    for start in (0, 2):
+        rows = SyntheticRows()
+        trainer = make_trainer(config, rows)
+        trainer.step = start
+        rows.schedule(schedule.row_sequence(config.train, start, 0, 1, 0))
+        for _ in range(start, 3):
+            train_step(trainer)
+            found.append(state(trainer))
+    draws = [draw for draw, _ in found]
+    assert len(set(draws[:3])) == 3
+    assert draws[2] == draws[3] == fp8_products.draw_of(config.seed, 2)
+    assert torch.equal(found[2][1], found[3][1])
+    assert not torch.equal(found[1][1], found[2][1])
 
 
 @pytest.mark.parametrize("objective", ["decay", "dpace"])
