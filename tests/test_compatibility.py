@@ -73,7 +73,7 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_goes_on_from_a_checkpoint_of_the_first_release(tmp_path: Path, small_rows: None) -> None:
     shutil.copytree(FORMATS / "checkpoint-1", tmp_path / "checkpoints" / "step-00000002")
-    config = make_config(tmp_path, steps=4)
+    config = make_config(tmp_path, steps=4, objective="decay", schedule="cosine")
     config = config.model_copy(update={"drafter": config.drafter.model_copy(update={"layers": 1})})
     rows = SyntheticRows()
     trainer = make_trainer(config, rows, checkpoint.find(tmp_path))

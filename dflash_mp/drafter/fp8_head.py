@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, dither, multiply, round_to_fp8
+from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, dither, draw_below, multiply, round_to_fp8
 
 _ROWS_AT_ONCE = 16_384  # of the head, while it is rounded
 
@@ -43,33 +43,26 @@ class ScaledHead:
         padded = size + -size % MULTIPLE
         rows = torch.zeros((padded, hidden), dtype=FP8, device=weight.device)
         columns = torch.zeros((hidden, padded), dtype=FP8, device=weight.device)
-        of_rows = torch.cat([weight[part].abs().amax(1) for part in _parts(size)]).float().clamp_min(SMALLEST)
-        of_columns = (
-            torch.stack([weight[part].abs().amax(0) for part in _parts(size)]).amax(0).float().clamp_min(SMALLEST)
+        of_rows, of_columns = (
+            torch.linalg.vector_norm(weight, float("inf"), dim).float().clamp_min(SMALLEST) for dim in (1, 0)
         )
         head = ScaledHead(
             weight, rows, of_rows / LARGEST, columns, of_columns / LARGEST, torch.ones_like(of_columns[0])
         )
-        head._fill(None, compiled=False)
+        for part in _parts(size):
+            head._fill(_round_into, part, None)
         return head
 
     @torch.no_grad()
     def round_anew(self, draw: int, *, compiled: bool) -> None:
         """Round the head in the way of `draw`. On a device nothing waits for it."""
-        self._fill(torch.full((), draw, dtype=torch.int32, device=self.weight.device), compiled)
-
-    def _fill(self, draw: torch.Tensor | None, compiled: bool) -> None:
         fill = _compiled(_round_into) if compiled else _round_into
-        for part in [slice(0, len(self.weight))] if compiled else _parts(len(self.weight)):
-            fill(
-                self.rows[part],
-                self.columns[:, part],
-                self.weight[part],
-                self.row_scale[part],
-                self.column_scale,
-                draw,
-                part.start,
-            )
+        for part in _parts(len(self.weight)):
+            of_part = draw_below(draw, part.start)
+            self._fill(fill, part, torch.full((), of_part, dtype=torch.int32, device=self.weight.device))
+
+    def _fill(self, fill: Any, part: slice, draw: torch.Tensor | None) -> None:
+        fill(self.rows[part], self.columns[:, part], self.weight[part], self.row_scale[part], self.column_scale, draw)
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +71,9 @@ class ScaledHead:
 
 
 def _parts(size: int) -> list[slice]:
-    return [slice(start, min(start + _ROWS_AT_ONCE, size)) for start in range(0, size, _ROWS_AT_ONCE)]
+    """Parts of the head of one length, for one compilation; the last may begin before the one before it ends. What is compiled holds a part twice."""
+    length = min(size, _ROWS_AT_ONCE)
+    return [slice(min(start, size - length), min(start, size - length) + length) for start in range(0, size, length)]
 
 
 def _round_into(
@@ -88,13 +83,12 @@ def _round_into(
     row_scale: torch.Tensor,
     column_scale: torch.Tensor,
     draw: torch.Tensor | None,
-    first: int,
 ) -> None:
-    """Write `weight` [n, H], rows `first` and on of the head, to fp8 `rows` [n, H] and `columns` [H, n], which have scales of their own."""
+    """Write `weight` [n, H] to fp8 `rows` [n, H] and `columns` [H, n], which have scales of their own."""
     wide = weight.float()
     by_row, by_column = wide / row_scale[:, None], wide / column_scale
     if draw is not None:
-        by_row, by_column = dither(by_row, draw, first), dither(by_column, draw, first)
+        by_row, by_column = dither(by_row, draw), dither(by_column, draw)
     rows.copy_(round_to_fp8(by_row))
     columns.copy_(round_to_fp8(by_column.t()))
 

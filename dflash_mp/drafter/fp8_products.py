@@ -104,14 +104,19 @@ def quantise(x: torch.Tensor, draw: torch.Tensor | None = None) -> tuple[torch.T
     return round_to_fp8(scaled if draw is None else dither(scaled, draw)), largest / LARGEST
 
 
-def dither(x: torch.Tensor, draw: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Float32 `x` [m, n], rows `first` and on of a matrix, with up to half the distance of two fp8 values added or taken away, so that its nearest fp8 value is `x` in the mean over `draw`.
+def draw_below(draw: int, rows: int) -> int:
+    """The draw with which the part of a matrix below its first `rows` rows is rounded as in the whole."""
+    return (draw + rows * _BY_ROW + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def dither(x: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    """Float32 `x` [m, n] with up to half the distance of two fp8 values added or taken away, so that its nearest fp8 value is `x` in the mean over `draw`.
 
     What is added are the fractions of a lattice over rows and columns (its two constants are the inverse powers of 1.3247…, of 32 bits), shifted by `draw`,
     an int32 scalar: evenly spread over each draw's neighbouring places, and over each place's draws, for two additions and a product a value.
     """
     rows, columns = (torch.arange(size, dtype=torch.int32, device=x.device) for size in x.shape)
-    place = (rows[:, None] + first) * _BY_ROW + columns * _BY_COLUMN + draw
+    place = rows[:, None] * _BY_ROW + columns * _BY_COLUMN + draw
     fraction = ((place >> 8) & 0xFFFFFF).float() * 2.0**-24 - 0.5
     distance = (x.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-3  # 3 bits of mantissa
     return x + fraction * distance.clamp_min(2.0**-9)

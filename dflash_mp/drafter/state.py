@@ -34,6 +34,23 @@ from dflash_mp.stream.weights import FrozenWeights
 
 log = logging.getLogger(__name__)
 
+_STEERING = (
+    "objective",
+    "dpace_alpha",
+    "loss_gamma",
+    "anchors_per_row",
+    "learning_rate",
+    "min_learning_rate_ratio",
+    "schedule",
+    "warmup_ratio",
+    "decay_ratio",
+    "weight_decay",
+    "betas",
+    "eps",
+    "clip",
+    "precision",
+)
+_UNKNOWN = object()
 _FRESH_START = "use another run_dir to start afresh, or restore the configuration that this run began with"
 
 
@@ -154,6 +171,7 @@ def _restore(
     if world.rank == 0 and resume is not None:
         loaded = checkpoint.load(resume)
         _refuse_other_run(loaded, resume, shape, config, plan)
+        _say_what_changed(loaded, resume, config)
         stored = {**{f"master.{name}": tensor for name, tensor in loaded.weights.items()}, **loaded.optimizer}
         for name, tensor in tensors.items():
             if name not in stored or stored[name].shape != tensor.shape:
@@ -191,6 +209,21 @@ def _refuse_other_run(
         raise CheckpointError(
             f"{directory} is beyond train.steps {config.train.steps}", "raise train.steps, or use another run_dir"
         )
+
+
+def _say_what_changed(loaded: Checkpoint, directory: Path, config: RunConfig) -> None:
+    """Warn of options that lead to other weights than the run would have had. An option that the checkpoint doesn't know is not among them."""
+    stored = loaded.state["config"]
+    there = {"seed": stored["seed"], **{f"train.{name}": stored["train"].get(name, _UNKNOWN) for name in _STEERING}}
+    here = {
+        "seed": config.seed,
+        **{f"train.{name}": value for name, value in config.train.model_dump(mode="json").items()},
+    }
+    changed = [
+        f"{name} {here[name]}, not {old}" for name, old in there.items() if old is not _UNKNOWN and old != here[name]
+    ]
+    if changed:
+        log.warning("goes on from %s with other options: %s", directory, "; ".join(changed))
 
 
 def _tuples(tree: Any) -> Any:

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import blockwise_mask, flex_mask
 from dflash_mp.drafter.fp8_head import ScaledHead, score
-from dflash_mp.drafter.fp8_products import CAPABILITY, ScaledLinear, multiply, quantise
+from dflash_mp.drafter.fp8_products import CAPABILITY, ScaledLinear, draw_of, multiply, quantise
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
@@ -126,3 +126,21 @@ def test_fused_layers_under_flex_attention_point_where_float64_does_and_compile_
             assert (found[name] - theirs).norm() <= bound * theirs.norm(), name
         counts.append(counters["stats"]["unique_graphs"])
     assert counts[0] == counts[-1], counts
+
+
+def test_the_head_is_rounded_at_random_with_the_same_bits_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_mp.drafter.fp8_head._ROWS_AT_ONCE", 100)
+    torch.compiler.reset()
+    weight = torch.randn(373, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    near, far = ScaledHead.of(weight), ScaledHead.of(weight.cuda())
+    before = counters["stats"]["unique_graphs"]
+    for step in range(3):
+        near.round_anew(draw_of(0, step), compiled=False)
+        far.rows.view(torch.uint8).fill_(0x7F)
+        far.columns.view(torch.uint8)[:, :373].fill_(0x7F)
+        far.rows.view(torch.uint8)[373:].fill_(0)
+        far.round_anew(draw_of(0, step), compiled=True)
+        for mine, other in ((far.rows, near.rows), (far.columns, near.columns)):
+            # A quotient that a GPU rounds otherwise may tip a value that lies between two.
+            assert (mine.cpu().view(torch.uint8) != other.view(torch.uint8)).float().mean() < 1e-3
+    assert counters["stats"]["unique_graphs"] - before == 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,20 @@ def test_resuming_under_another_configuration_is_refused(tmp_path: Path, change:
     run_to_end(make_trainer(config, rows), rows)
     with pytest.raises(CheckpointError, match=message):
         make_trainer(make_config(tmp_path, **{"steps": 2, **change}), SyntheticRows(), checkpoint.find(tmp_path))
+
+
+def test_resuming_with_options_that_lead_elsewhere_says_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun = {"objective": "decay", "schedule": "cosine"}
+    config, rows = make_config(tmp_path, steps=2, **begun), SyntheticRows()
+    run_to_end(make_trainer(config, rows), rows)
+    found = checkpoint.find(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        make_trainer(make_config(tmp_path, steps=4, log_every=1, **begun), SyntheticRows(), found)
+        assert not caplog.records, "a longer run, and other log lines, are no other training"
+        make_trainer(make_config(tmp_path, steps=2, loss_gamma=2.0), SyntheticRows(), found)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"goes on from {found} with other options: train.objective dpace, not decay; train.loss_gamma 2.0, not None; train.schedule wsd, not cosine"
+    ]
 
 
 def test_resuming_on_another_stream_spells_out_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
