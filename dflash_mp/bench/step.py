@@ -24,7 +24,7 @@ from dflash_mp.config import TrainConfig
 from dflash_mp.drafter import arithmetic
 from dflash_mp.drafter.anchors import make_blocks
 from dflash_mp.drafter.batch import MicroBatch
-from dflash_mp.drafter.fp8_products import check_device, draw_of
+from dflash_mp.drafter.fp8_products import check_device
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.objective import Objective
 from dflash_mp.drafter.optimizer import MasterAdamW
@@ -253,6 +253,7 @@ def gradient_error(case: StepCase, device: torch.device, dtype: torch.dtype, fp8
     on_cpu = MicroBatch(
         batch.features.double().cpu(), batch.positions.cpu(), batch.documents.cpu(), batch.blocks.to(cpu), batch.tokens
     )
+    arithmetic.round_anew(model, objective, 0, 0)
     objective.loss(model, batch).total.backward()
     twin.loss(exact, on_cpu).total.backward()
     errors = []
@@ -307,7 +308,7 @@ def _passes(model: DraftModel, objective: Objective, batches: list[MicroBatch]) 
 
     def one() -> None:
         model.zero_grad(set_to_none=True)
-        arithmetic.round_anew(model, objective, draw_of(0, next(steps)))
+        arithmetic.round_anew(model, objective, 0, next(steps))
         objective.loss(model, next(following)).total.backward()
 
     return one

@@ -29,15 +29,14 @@ def compute_dtype(options: TrainConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if options.precision == "fp32" else torch.bfloat16
 
 
-def round_anew(model: DraftModel, objective: Objective, draw: int) -> None:
-    """Have what is multiplied in fp8, but doesn't change from one row to the next, rounded in the way of `draw` (`fp8_products.draw_of`): to be called
-    before each optimizer step.
-    """
-    for module in model.layers.modules():
-        if isinstance(module, fp8_products.ScaledLinear):
-            module.draw.fill_(draw)
+def round_anew(model: DraftModel, objective: Objective, seed: int, step: int) -> None:
+    """Have weights and head that are multiplied in fp8 rounded at random, as optimizer step `step` does: to be called before it."""
+    scaled = [module for module in model.layers.modules() if isinstance(module, fp8_products.ScaledLinear)]
+    of_head, *of_layers = fp8_products.draws_of(seed, step, 1 + len(scaled))
+    for module, draw in zip(scaled, of_layers, strict=True):
+        module.draw.fill_(draw)
     if objective.scaled_head is not None:
-        objective.scaled_head.round_anew(draw, compiled=objective.compiled)
+        objective.scaled_head.round_anew(of_head, compiled=objective.compiled)
 
 
 def describe(model: DraftModel, objective: Objective) -> str:

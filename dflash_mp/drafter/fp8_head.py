@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, dither, draw_below, multiply, round_to_fp8
+from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, dither, multiply, round_to_fp8
 
 _ROWS_AT_ONCE = 16_384  # of the head, while it is rounded
 
@@ -50,7 +50,7 @@ class ScaledHead:
             weight, rows, of_rows / LARGEST, columns, of_columns / LARGEST, torch.ones_like(of_columns[0])
         )
         for part in _parts(size):
-            head._fill(_round_into, part, None)
+            head._fill(_round_into, part)
         return head
 
     @torch.no_grad()
@@ -58,11 +58,12 @@ class ScaledHead:
         """Round the head in the way of `draw`. On a device nothing waits for it."""
         fill = _compiled(_round_into) if compiled else _round_into
         for part in _parts(len(self.weight)):
-            of_part = draw_below(draw, part.start)
-            self._fill(fill, part, torch.full((), of_part, dtype=torch.int32, device=self.weight.device))
+            numbers = (torch.full((), n, dtype=torch.int32, device=self.weight.device) for n in (draw, part.start))
+            self._fill(fill, part, *numbers)
 
-    def _fill(self, fill: Any, part: slice, draw: torch.Tensor | None) -> None:
-        fill(self.rows[part], self.columns[:, part], self.weight[part], self.row_scale[part], self.column_scale, draw)
+    def _fill(self, fill: Any, part: slice, *draw_and_first: torch.Tensor) -> None:
+        target = self.rows[part], self.columns[:, part]
+        fill(*target, self.weight[part], self.row_scale[part], self.column_scale, *draw_and_first)
 
     @property
     def nbytes(self) -> int:
@@ -82,13 +83,14 @@ def _round_into(
     weight: torch.Tensor,
     row_scale: torch.Tensor,
     column_scale: torch.Tensor,
-    draw: torch.Tensor | None,
+    draw: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
 ) -> None:
     """Write `weight` [n, H] to fp8 `rows` [n, H] and `columns` [H, n], which have scales of their own."""
     wide = weight.float()
     by_row, by_column = wide / row_scale[:, None], wide / column_scale
     if draw is not None:
-        by_row, by_column = dither(by_row, draw), dither(by_column, draw)
+        by_row, by_column = dither(by_row, draw, first), dither(by_column, draw, first)
     rows.copy_(round_to_fp8(by_row))
     columns.copy_(round_to_fp8(by_column.t()))
 

@@ -29,7 +29,8 @@ LARGEST = 448.0  # of FP8
 MULTIPLE = 16  # of the second operand's sizes
 CAPABILITY = (8, 9)  # least, of a CUDA device
 SMALLEST = 1e-30  # the largest magnitude of a tensor of zeros counts as this, so that nothing is divided by zero
-_BY_ROW, _BY_COLUMN = 0xC13FA9A9 - (1 << 32), 0x91E10DA5 - (1 << 32)  # of `dither`, as int32
+_BY_ROW, _BY_COLUMN, _SLANT = (odd - (1 << 32) for odd in (0xC13FA9A9, 0x91E10DA5, 0x9E3779B1))  # of `dither`, as int32
+_DROPPED = (1 << 20) - 1  # the bits of a float32's mantissa that e4m3 has no room for
 
 
 class ScaledLinear(nn.Linear):
@@ -89,9 +90,10 @@ def check_device(device: torch.device, precision: str) -> None:
         )
 
 
-def draw_of(seed: int, step: int) -> int:
-    """What decides how an optimizer step rounds weights: an int32, all of them equally likely."""
-    return (int(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).random_raw()) >> 32) - (1 << 31)
+def draws_of(seed: int, step: int, count: int) -> list[int]:
+    """What decides how an optimizer step rounds `count` matrices: int32 numbers, all of them equally likely."""
+    random = np.random.Philox(key=np.array([seed, step], dtype=np.uint64)).random_raw(count)
+    return [int(bits >> np.uint64(32)) - (1 << 31) for bits in random]
 
 
 def quantise(x: torch.Tensor, draw: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,22 +106,19 @@ def quantise(x: torch.Tensor, draw: torch.Tensor | None = None) -> tuple[torch.T
     return round_to_fp8(scaled if draw is None else dither(scaled, draw)), largest / LARGEST
 
 
-def draw_below(draw: int, rows: int) -> int:
-    """The draw with which the part of a matrix below its first `rows` rows is rounded as in the whole."""
-    return (draw + rows * _BY_ROW + (1 << 31)) % (1 << 32) - (1 << 31)
+def dither(x: torch.Tensor, draw: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    """Float32 `x` [m, n], rows `first` and on of a matrix, each value at random at one of the two fp8 values beside it, and in the mean over `draw` at itself.
 
-
-def dither(x: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Float32 `x` [m, n] with up to half the distance of two fp8 values added or taken away, so that its nearest fp8 value is `x` in the mean over `draw`.
-
-    What is added are the fractions of a lattice over rows and columns (its two constants are the inverse powers of 1.3247…, of 32 bits), shifted by `draw`,
-    an int32 scalar: evenly spread over each draw's neighbouring places, and over each place's draws, for two additions and a product a value.
+    `draw` and `first` are int32 scalars. A value is as likely to go up as it is far from the lower one. What decides are the fractions of a lattice
+    over rows and columns, which `draw` shifts and slants: a product and two additions a value.
     """
     rows, columns = (torch.arange(size, dtype=torch.int32, device=x.device) for size in x.shape)
-    place = rows[:, None] * _BY_ROW + columns * _BY_COLUMN + draw
-    fraction = ((place >> 8) & 0xFFFFFF).float() * 2.0**-24 - 0.5
-    distance = (x.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-3  # 3 bits of mantissa
-    return x + fraction * distance.clamp_min(2.0**-9)
+    rows = rows if first is None else rows + first
+    place = rows[:, None] * (draw * _SLANT + _BY_ROW) + columns * (draw * _BY_COLUMN + _SLANT) + draw
+    luck = (place >> 12) & _DROPPED
+    normal = ((x.view(torch.int32) + luck) & ~_DROPPED).view(torch.float32)  # sign and magnitude: away from zero
+    small = torch.copysign((x.abs() * 512 + luck.float() * 2.0**-20).floor() * 2.0**-9, x)  # all are 1/512 apart
+    return torch.where(x.abs() < 2.0**-6, small, normal)
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:

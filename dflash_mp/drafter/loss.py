@@ -68,7 +68,10 @@ def dpace_loss(
     with torch.no_grad():
         counted = scored[:, :, 1:]
         passed = torch.where(counted, (1 - alpha) * (-losses).exp() + alpha, 1.0).cumprod(-1) * counted
-        weights = passed.flip(-1).cumsum(-1).flip(-1) * counted
+        # A cumulative sum would do, but CUDA's is refused where kernels must be deterministic.
+        slots = torch.arange(counted.shape[-1], device=losses.device)
+        later = slots >= slots[:, None]
+        weights = torch.where(later, passed[..., None, :], 0.0).sum(-1) * counted
     return BlockLoss((losses * weights).sum(), counted.any(-1).sum().float(), F.pad(right, (1, 0)))
 
 

@@ -34,23 +34,24 @@ from dflash_mp.stream.weights import FrozenWeights
 
 log = logging.getLogger(__name__)
 
-_STEERING = (
-    "objective",
-    "dpace_alpha",
-    "loss_gamma",
-    "anchors_per_row",
-    "learning_rate",
-    "min_learning_rate_ratio",
-    "schedule",
-    "warmup_ratio",
-    "decay_ratio",
-    "weight_decay",
-    "betas",
-    "eps",
-    "clip",
-    "precision",
-)
-_UNKNOWN = object()
+# Options that decide what is learnt, and the choice of `train` that each of them is for, if it isn't for all.
+_STEERING: dict[str, tuple[str, tuple[str, ...]] | None] = {
+    "steps": None,
+    "anchors_per_row": None,
+    "objective": None,
+    "dpace_alpha": ("objective", ("dpace",)),
+    "loss_gamma": ("objective", ("decay", "distill")),
+    "learning_rate": None,
+    "min_learning_rate_ratio": None,
+    "schedule": None,
+    "warmup_ratio": None,
+    "decay_ratio": ("schedule", ("wsd",)),
+    "weight_decay": None,
+    "betas": None,
+    "eps": None,
+    "clip": None,
+    "precision": None,
+}
 _FRESH_START = "use another run_dir to start afresh, or restore the configuration that this run began with"
 
 
@@ -213,17 +214,14 @@ def _refuse_other_run(
 
 def _say_what_changed(loaded: Checkpoint, directory: Path, config: RunConfig) -> None:
     """Warn of options that lead to other weights than the run would have had. An option that the checkpoint doesn't know is not among them."""
-    stored = loaded.state["config"]
-    there = {"seed": stored["seed"], **{f"train.{name}": stored["train"].get(name, _UNKNOWN) for name in _STEERING}}
-    here = {
-        "seed": config.seed,
-        **{f"train.{name}": value for name, value in config.train.model_dump(mode="json").items()},
-    }
-    changed = [
-        f"{name} {here[name]}, not {old}" for name, old in there.items() if old is not _UNKNOWN and old != here[name]
-    ]
-    if changed:
-        log.warning("goes on from %s with other options: %s", directory, "; ".join(changed))
+    there, here = loaded.state["config"], config.model_dump(mode="json")
+    lines = [] if there["seed"] == here["seed"] else [f"seed {here['seed']}, not {there['seed']}"]
+    for name, only_for in _STEERING.items():
+        old, new = there["train"].get(name, here["train"][name]), here["train"][name]
+        if old != new and (only_for is None or here["train"][only_for[0]] in only_for[1]):
+            lines.append(f"train.{name} {json.dumps(new)}, not {json.dumps(old)}")
+    if lines:
+        log.warning("goes on from %s with other options: %s", directory, "; ".join(lines))
 
 
 def _tuples(tree: Any) -> Any:

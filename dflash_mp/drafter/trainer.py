@@ -26,7 +26,6 @@ from dflash_mp.drafter import arithmetic, schedule
 from dflash_mp.drafter.balance import Balance, RowWaits
 from dflash_mp.drafter.batch import BatchLoader, MicroBatch
 from dflash_mp.drafter.compile_order import one_first
-from dflash_mp.drafter.fp8_products import draw_of
 from dflash_mp.drafter.loss import BlockLoss
 from dflash_mp.drafter.metrics import Figures, StepSums
 from dflash_mp.drafter.model import DraftModel
@@ -131,6 +130,7 @@ def warm_up(trainer: Trainer) -> None:
     batch = trainer.loader.load([None] * trainer.config.train.micro_batch_rows)
 
     def both_ways() -> None:
+        _round_anew(trainer)
         trainer.objective.loss(trainer.parallel, batch).total.backward()
         trainer.optimizer.zero_gradients()
 
@@ -144,6 +144,11 @@ def warm_up(trainer: Trainer) -> None:
         both_ways()
 
 
+def _round_anew(trainer: Trainer) -> None:
+    if trainer.config.train.precision == "fp8":
+        arithmetic.round_anew(trainer.model, trainer.objective, trainer.config.seed, trainer.step)
+
+
 def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
     """One optimizer step: its figures over all ranks and the gradient's norm. `stop`: this rank was asked to stop.
 
@@ -152,8 +157,7 @@ def train_step(trainer: Trainer, stop: bool = False) -> tuple[Figures, float]:
     options, world, step = trainer.config.train, trainer.world, trainer.step
     sums, waits = StepSums(trainer.shape.block_size, world.device, world.size), RowWaits(world.device)
     batches = schedule.rows_of_step(step, world.rank, world.size, options.rows_per_step, options.micro_batch_rows)
-    if options.precision == "fp8":
-        arithmetic.round_anew(trainer.model, trainer.objective, draw_of(trainer.config.seed, step))
+    _round_anew(trainer)
     abandoned = False
     for number, keys in enumerate(batches):
         with waits.waiting(), span("data wait"):

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import blockwise_mask, dense_mask, flex_mask
 from dflash_mp.drafter.frozen_head import FrozenHead
-from dflash_mp.drafter.loss import block_loss, slot_weights
+from dflash_mp.drafter.loss import block_loss, dpace_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel, RMSNorm
 
 pytestmark = [
@@ -26,12 +26,17 @@ def on_gpu(batch: Batch) -> Batch:
     return replace(batch, blocks=batch.blocks.to("cuda"), **moved)
 
 
-def gradients(model: DraftModel, batch: Batch, build, compiled: bool = False) -> dict[str, torch.Tensor]:
+def gradients(
+    model: DraftModel, batch: Batch, build, compiled: bool = False, objective: str = "decay"
+) -> dict[str, torch.Tensor]:
     mask = build(batch.blocks.layout(batch.documents))
     hidden = model(batch.features, batch.noise, batch.positions, batch.blocks.positions.flatten(1), mask)
     weights = batch.blocks.scored * slot_weights(SHAPE.block_size, device=hidden.device)
-    head = batch.embedding.to(hidden.dtype)
-    loss = block_loss(hidden, FrozenHead(head, compiled=compiled, chunk=64), batch.blocks.labels, weights)
+    head = FrozenHead(batch.embedding.to(hidden.dtype), compiled=compiled, chunk=64)
+    if objective == "dpace":
+        loss = dpace_loss(hidden, head, batch.blocks.labels, batch.blocks.scored, 0.5)
+    else:
+        loss = block_loss(hidden, head, batch.blocks.labels, weights)
     loss.total.backward()
     found = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -84,13 +89,14 @@ def test_flex_attention_runs_fused_without_compiled_layers() -> None:
         torch.testing.assert_close(mine, dense[name], atol=2e-4, rtol=2e-3)
 
 
-def test_bf16_with_deterministic_kernels_repeats_its_bits() -> None:
+@pytest.mark.parametrize("objective", ["decay", "dpace"])
+def test_bf16_with_deterministic_kernels_repeats_its_bits(objective: str) -> None:
     model, batch = DraftModel(SHAPE).cuda().bfloat16(), on_gpu(material(2))
     model.init_weights(0)
     model.compile_layers()
     torch.use_deterministic_algorithms(True)
     try:
-        first, again = (gradients(model, batch, flex_mask, compiled=True) for _ in range(2))
+        first, again = (gradients(model, batch, flex_mask, True, objective) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(first[name], again[name]) for name in first)

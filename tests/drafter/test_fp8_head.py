@@ -7,7 +7,7 @@ import torch
 from reference import loss_slow
 
 from dflash_mp.drafter.fp8_head import ScaledHead, quantise_rows, score
-from dflash_mp.drafter.fp8_products import LARGEST, draw_of, round_to_fp8
+from dflash_mp.drafter.fp8_products import LARGEST, draws_of, round_to_fp8
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, dpace_loss, slot_weights
 
@@ -33,7 +33,7 @@ def bounded(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def test_the_head_is_rounded_once_in_both_directions_and_filled_up_with_zeros() -> None:
+def test_the_head_is_rounded_in_both_directions_and_filled_up_with_zeros() -> None:
     _, head, _ = material(0, 37)
     head[5] = 0
     head[6] *= 1e4  # neither the other rows nor the other columns lose by it
@@ -55,7 +55,7 @@ def test_each_step_rounds_the_head_its_own_way_and_in_the_mean_not_at_all(monkey
     _, head, _ = material(1, 37)
     scaled, whole = ScaledHead.of(head), ScaledHead.of(head)
     nearest = scaled.rows.clone()
-    means, draws = [torch.zeros(head.shape), torch.zeros(head.shape)], [draw_of(0, step) for step in range(300)]
+    means, draws = [torch.zeros(head.shape), torch.zeros(head.shape)], draws_of(0, 0, 300)
     for draw in draws:
         scaled.round_anew(draw, compiled=False)
         means[0] += scaled.rows[:37].float() * scaled.row_scale[:, None] / len(draws)

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from dflash_mp.drafter.attention import blockwise_mask, flex_mask
 from dflash_mp.drafter.fp8_head import ScaledHead, score
-from dflash_mp.drafter.fp8_products import CAPABILITY, ScaledLinear, draw_of, multiply, quantise
+from dflash_mp.drafter.fp8_products import CAPABILITY, ScaledLinear, draws_of, multiply, quantise
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, slot_weights
 from dflash_mp.drafter.model import DraftModel
@@ -134,12 +134,12 @@ def test_the_head_is_rounded_at_random_with_the_same_bits_as_on_a_cpu(monkeypatc
     weight = torch.randn(373, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     near, far = ScaledHead.of(weight), ScaledHead.of(weight.cuda())
     before = counters["stats"]["unique_graphs"]
-    for step in range(3):
-        near.round_anew(draw_of(0, step), compiled=False)
+    for draw in draws_of(0, 0, 3):
+        near.round_anew(draw, compiled=False)
         far.rows.view(torch.uint8).fill_(0x7F)
         far.columns.view(torch.uint8)[:, :373].fill_(0x7F)
         far.rows.view(torch.uint8)[373:].fill_(0)
-        far.round_anew(draw_of(0, step), compiled=True)
+        far.round_anew(draw, compiled=True)
         for mine, other in ((far.rows, near.rows), (far.columns, near.columns)):
             # A quotient that a GPU rounds otherwise may tip a value that lies between two.
             assert (mine.cpu().view(torch.uint8) != other.view(torch.uint8)).float().mean() < 1e-3

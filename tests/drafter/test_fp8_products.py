@@ -16,7 +16,7 @@ from dflash_mp.drafter.fp8_products import (
     LARGEST,
     ScaledLinear,
     dither,
-    draw_of,
+    draws_of,
     linear,
     quantise,
     round_to_fp8,
@@ -28,6 +28,9 @@ from dflash_mp.drafter.fp8_products import (
 LEAST, MOST = 0.03, 0.045
 LEAST_WITH_WEIGHT, MOST_WITH_WEIGHT = 0.04, 0.052
 
+VALUES = torch.arange(256).to(torch.uint8).view(FP8).double()
+VALUES = VALUES[VALUES.isfinite()].unique()
+
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
@@ -35,26 +38,26 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def slowly_rounded(x: torch.Tensor) -> torch.Tensor:
     """In float64: each value over the scale, to the nearest of the 253 finite ones that a byte can say, and back."""
-    values = torch.arange(256).to(torch.uint8).view(FP8).double()
-    values = values[values.isfinite()].unique()
-    scale = x.double().abs().max().clamp_min(1e-30) / values.max()
-    at = (x.double() / scale).clamp(values.min(), values.max())
-    nearest = (at.flatten()[:, None] - values).abs().argmin(1)
-    return (values[nearest] * scale).view(x.shape)
+    scale = x.double().abs().max().clamp_min(1e-30) / VALUES.max()
+    at = (x.double() / scale).clamp(VALUES.min(), VALUES.max())
+    nearest = (at.flatten()[:, None] - VALUES).abs().argmin(1)
+    return (VALUES[nearest] * scale).view(x.shape)
 
 
 def slowly_dithered(weight: torch.Tensor, draw: int) -> torch.Tensor:
-    """As `slowly_rounded`, but with the noise of a lattice, in Python's own numbers."""
+    """In float64: each value over the scale at one of the two beside it, as the fraction of a lattice decides, in Python's own numbers."""
     scale = weight.double().abs().max() / LARGEST
-    moved = (weight.double() / scale).tolist()
-    for row, values in enumerate(moved):
+    chosen = (weight.double() / scale).clamp(-LARGEST, LARGEST).tolist()
+    for row, values in enumerate(chosen):
         for column, value in enumerate(values):
-            place = (row * 0xC13FA9A9 + column * 0x91E10DA5 + draw) % 2**32
-            step = 2.0 ** max(math.frexp(value)[1] - 1 - 3, -9)
-            values[column] = value + ((place >> 8) / 2**24 - 0.5) * step
-    at = torch.tensor(moved, dtype=torch.float64)
-    at.view(-1)[weight.abs().argmax()] = LARGEST * weight.flatten()[weight.abs().argmax()].sign()  # the scale stays
-    return slowly_rounded(at.clamp(-LARGEST, LARGEST)) * scale
+            by_row, by_column = draw * 0x9E3779B1 + 0xC13FA9A9, draw * 0x91E10DA5 + 0x9E3779B1
+            fraction = ((row * by_row + column * by_column + draw) % 2**32 >> 12) / 2**20
+            magnitudes = VALUES[VALUES >= 0]
+            at = int(torch.searchsorted(magnitudes, abs(value), right=True)) - 1
+            lower, upper = magnitudes[at].item(), magnitudes[min(at + 1, len(magnitudes) - 1)].item()
+            goes_up = lower < upper and (abs(value) - lower) / (upper - lower) + fraction >= 1
+            values[column] = math.copysign(upper if goes_up else lower, value)
+    return torch.tensor(chosen, dtype=torch.float64) * scale
 
 
 def three_products(
@@ -85,7 +88,7 @@ def material(seed: int, rows: int, dtype: torch.dtype = torch.float32) -> list[t
 @pytest.mark.parametrize("rows", [1, 5, 16, 37, 160])
 def test_products_equal_those_of_slowly_rounded_operands(rows: int) -> None:
     x, weight, slope = material(rows, rows)
-    draw = draw_of(rows, 3)
+    (draw,) = draws_of(rows, 3, 1)
     found = three_products(x, weight, slope, draw)
     x, weight, slope = slowly_rounded(x), slowly_dithered(weight, draw), slowly_rounded(slope)
     for mine, exact in zip(found, (x @ weight.t(), slope @ weight, slope.t() @ x), strict=True):
@@ -104,19 +107,32 @@ def test_products_are_off_by_what_rounding_explains(dtype: torch.dtype) -> None:
 
 def test_weights_are_rounded_at_random_to_one_of_two_neighbours_and_in_the_mean_not_at_all() -> None:
     x = torch.randn(40, 33, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3.5, 2, 40)[:, None]
+    x[0, :9] = torch.tensor([0.0, 2.0, 2.02, -2.02, 1.99, 2.0**-6, 2.0**-6 * 1.01, -(2.0**-6) * 0.99, 448.0])
     x = x.clamp(-LARGEST, LARGEST)
-    step = torch.exp2(torch.frexp(x)[1] - 4.0).clamp_min(2.0**-9)
-    mean, draws = torch.zeros(x.shape, dtype=torch.float64), [draw_of(1, step) for step in range(1000)]
-    assert len(set(draws)) == 1000
+    at = torch.searchsorted(VALUES, x.double())
+    lower, upper = VALUES[(at - 1).clamp_min(0)], VALUES[at]
+    step = torch.where(upper == x, 1.0, upper - lower)
+    means, draws = torch.zeros(x.shape, dtype=torch.float64), draws_of(1, 0, 1500)
+    assert len(set(draws)) == 1500
     for draw in draws:
-        rounded = round_to_fp8(dither(x, torch.tensor(draw, dtype=torch.int32))).float()
-        assert ((rounded - x).abs() <= step).all()
-        mean += rounded.double() / len(draws)
-    off = (mean - x) / step
-    assert off.abs().mean() < 0.02, "to the nearest it would be 0.25"
-    assert off.mean().abs() < 0.003
-    # Just above a power of two the lower neighbour is only half a step away.
-    assert off.abs().max() < 0.14
+        rounded = round_to_fp8(dither(x, torch.tensor(draw, dtype=torch.int32))).double()
+        assert torch.where(upper == x, rounded == x, (rounded == lower) | (rounded == upper)).all()
+        means += rounded / len(draws)
+    off = (means - x) / step * x.sign()
+    assert off.abs().mean() < 0.015, "to the nearest it would be 0.25"
+    assert off.mean().abs() < 0.002, "neither towards zero nor away from it"
+    assert off.abs().max() < 0.07
+
+
+def test_errors_of_two_steps_and_of_two_matrices_have_nothing_in_common() -> None:
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * 50
+    errors = [
+        (round_to_fp8(dither(x, torch.tensor(draw, dtype=torch.int32))).double() - x).flatten()
+        for draw in [*draws_of(0, 0, 6), *draws_of(0, 1, 6)]
+    ]
+    for number, one in enumerate(errors):
+        for other in errors[:number]:
+            assert abs(torch.cosine_similarity(one, other, 0)) < 0.1
 
 
 def test_a_step_rounds_weights_in_its_own_way_in_both_directions() -> None:

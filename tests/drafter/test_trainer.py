@@ -204,12 +204,14 @@ def test_resuming_with_options_that_lead_elsewhere_says_which(tmp_path: Path, ca
     config, rows = make_config(tmp_path, steps=2, **begun), SyntheticRows()
     run_to_end(make_trainer(config, rows), rows)
     found = checkpoint.find(tmp_path)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
-        make_trainer(make_config(tmp_path, steps=4, log_every=1, **begun), SyntheticRows(), found)
-        assert not caplog.records, "a longer run, and other log lines, are no other training"
-        make_trainer(make_config(tmp_path, steps=2, loss_gamma=2.0), SyntheticRows(), found)
+        make_trainer(make_config(tmp_path, steps=2, log_every=1, decay_ratio=0.5, **begun), SyntheticRows(), found)
+        assert not caplog.records, "neither log lines nor another schedule's option change what is learnt"
+        make_trainer(make_config(tmp_path, steps=9, dpace_alpha=0.4, loss_gamma=2.0), SyntheticRows(), found)
     assert [record.getMessage() for record in caplog.records] == [
-        f"goes on from {found} with other options: train.objective dpace, not decay; train.loss_gamma 2.0, not None; train.schedule wsd, not cosine"
+        f'goes on from {found} with other options: train.steps 9, not 2; train.objective "dpace", not "decay"; '
+        'train.dpace_alpha 0.4, not 0.5; train.schedule "wsd", not "cosine"'
     ]
 
 
