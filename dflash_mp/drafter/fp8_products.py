@@ -109,16 +109,13 @@ def quantise(x: torch.Tensor, draw: torch.Tensor | None = None) -> tuple[torch.T
 def dither(x: torch.Tensor, draw: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
     """Float32 `x` [m, n], rows `first` and on of a matrix, each value at random at one of the two fp8 values beside it, and in the mean over `draw` at itself.
 
-    `draw` and `first` are int32 scalars. A value is as likely to go up as it is far from the lower one. What decides are the fractions of a lattice
-    over rows and columns, which `draw` shifts and slants: a product and two additions a value.
+    `draw` and `first` are int32 scalars. Random bits are added below those that fp8 keeps, and cut off with them. They come from a lattice
+    over rows and columns, which `draw` shifts and slants. Magnitudes under 2⁻⁶, where fp8 has fewer bits, are left to be rounded to the nearest.
     """
     rows, columns = (torch.arange(size, dtype=torch.int32, device=x.device) for size in x.shape)
     rows = rows if first is None else rows + first
     place = rows[:, None] * (draw * _SLANT + _BY_ROW) + columns * (draw * _BY_COLUMN + _SLANT) + draw
-    luck = (place >> 12) & _DROPPED
-    normal = ((x.view(torch.int32) + luck) & ~_DROPPED).view(torch.float32)  # sign and magnitude: away from zero
-    small = torch.copysign((x.abs() * 512 + luck.float() * 2.0**-20).floor() * 2.0**-9, x)  # all are 1/512 apart
-    return torch.where(x.abs() < 2.0**-6, small, normal)
+    return ((x.view(torch.int32) + ((place >> 12) & _DROPPED)) & ~_DROPPED).view(torch.float32)
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:

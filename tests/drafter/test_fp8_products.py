@@ -55,7 +55,8 @@ def slowly_dithered(weight: torch.Tensor, draw: int) -> torch.Tensor:
             magnitudes = VALUES[VALUES >= 0]
             at = int(torch.searchsorted(magnitudes, abs(value), right=True)) - 1
             lower, upper = magnitudes[at].item(), magnitudes[min(at + 1, len(magnitudes) - 1)].item()
-            goes_up = lower < upper and (abs(value) - lower) / (upper - lower) + fraction >= 1
+            above = (abs(value) - lower) / (upper - lower) if lower < upper else 0.0
+            goes_up = above + (0.5 if abs(value) < 2**-6 else fraction) >= 1
             values[column] = math.copysign(upper if goes_up else lower, value)
     return torch.tensor(chosen, dtype=torch.float64) * scale
 
@@ -107,8 +108,8 @@ def test_products_are_off_by_what_rounding_explains(dtype: torch.dtype) -> None:
 
 def test_weights_are_rounded_at_random_to_one_of_two_neighbours_and_in_the_mean_not_at_all() -> None:
     x = torch.randn(40, 33, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3.5, 2, 40)[:, None]
-    x[0, :9] = torch.tensor([0.0, 2.0, 2.02, -2.02, 1.99, 2.0**-6, 2.0**-6 * 1.01, -(2.0**-6) * 0.99, 448.0])
-    x = x.clamp(-LARGEST, LARGEST)
+    x = torch.where(x.abs() < 2.0**-6, x + 1, x).clamp(-LARGEST, LARGEST)
+    x[0, :7] = torch.tensor([2.0, 2.02, -2.02, 1.99, 2.0**-6, -(2.0**-6) * 1.01, 448.0])
     at = torch.searchsorted(VALUES, x.double())
     lower, upper = VALUES[(at - 1).clamp_min(0)], VALUES[at]
     step = torch.where(upper == x, 1.0, upper - lower)
@@ -122,6 +123,16 @@ def test_weights_are_rounded_at_random_to_one_of_two_neighbours_and_in_the_mean_
     assert off.abs().mean() < 0.015, "to the nearest it would be 0.25"
     assert off.mean().abs() < 0.002, "neither towards zero nor away from it"
     assert off.abs().max() < 0.07
+
+
+def test_small_values_are_rounded_to_the_nearest_and_zero_stays() -> None:
+    x = torch.linspace(-(2.0**-6), 2.0**-6, 101).view(1, -1)
+    for draw in draws_of(2, 0, 50):
+        rounded = round_to_fp8(dither(x, torch.tensor(draw, dtype=torch.int32))).float()
+        assert (rounded - x).abs().max() <= 2.0**-10 + 2.0**-10, (
+            "of the nearest, and of the bits that are cut off first"
+        )
+        assert rounded[0, 50] == 0
 
 
 def test_errors_of_two_steps_and_of_two_matrices_have_nothing_in_common() -> None:
