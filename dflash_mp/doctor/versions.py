@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import platform
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +34,24 @@ def check_versions(needs_cuda: bool, ranks: int) -> list[Finding]:
             findings.append(red(name, version, f"pip install '{name}>={wanted}'"))
         else:
             findings.append(green(name, version))
-    return [*findings, _cuda(needs_cuda), *_nccl(ranks)]
+    return [*findings, *_bytecode(), _cuda(needs_cuda), *_nccl(ranks)]
+
+
+def _bytecode() -> list[Finding]:
+    """A finding if each process has to compile PyTorch's Python source again: that is most of a start then."""
+    source = Path(torch.__file__).parent / "_inductor" / "compile_fx.py"
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    writable = os.access(next(parent for parent in compiled.parents if parent.is_dir()), os.W_OK)
+    if compiled.exists() or (writable and not sys.dont_write_bytecode):
+        return []
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{compiled.parent} can't be written"
+    return [
+        yellow(
+            "bytecode",
+            f"PyTorch was installed without its bytecode, and {why}: every feeder and rank takes some ten seconds longer to start",
+            "unset PYTHONDONTWRITEBYTECODE, or set PYTHONPYCACHEPREFIX to a directory that may be written",
+        )
+    ]
 
 
 def _cuda(needed: bool) -> Finding:
