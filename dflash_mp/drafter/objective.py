@@ -32,9 +32,9 @@ class Objective:
     build_mask: MaskBuilder
     slot_weights: torch.Tensor  # float32 [B]
     compiled: bool  # fuse what lies between the head's two products
-    kind: Literal["decay", "dpace", "distill"] = "decay"
-    dpace_alpha: float = 0.5
-    scaled_head: ScaledHead | None = None  # the head in fp8
+    kind: Literal["decay", "dpace", "distill"]
+    dpace_alpha: float
+    scaled_head: ScaledHead | None  # the head in fp8
 
     @staticmethod
     def of(
