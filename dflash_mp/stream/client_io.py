@@ -275,12 +275,15 @@ class ClientIo:
             return
         for other in self.live():
             if other.welcome is not None and other.welcome.feeder == welcome.feeder:
-                both = f"{other.endpoint} and {link.endpoint} lead to the same feeder"
+                # Not the one that greeted last: while the first is taken for gone, and greets again, the second may have come in between.
+                first, second = sorted((other, link), key=self.links.index)
+                both = f"{first.endpoint} and {second.endpoint} lead to the same feeder"
                 if self._connecting:
                     raise StreamError(f"{self._who}: {both}", "name each feeder once in feed.endpoints")
                 log.error("%s: %s; the second is not used", self._who, both)
-                link.leave(m.Bye("done", both))  # the feeder took it for the first's successor: that connects again
-                return
+                self._again(second.leave(m.Bye("done", both)))
+                if second is link:
+                    return  # the feeder took it for the first's successor: that connects again
         row_bytes = RowLayout.of(welcome.plan).nbytes
         if welcome.row_bytes != row_bytes or welcome.lane not in link.lanes or not link.ring_fits(row_bytes):
             raise ProtocolError(f"WELCOME offers {welcome.row_bytes} bytes by {welcome.lane}; {row_bytes} are due")

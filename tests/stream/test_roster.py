@@ -128,3 +128,25 @@ def test_a_second_address_of_a_feeder_that_is_added_to_a_running_job_is_dropped_
             assert len(list(zip(rows, range(100), strict=False))) == 100
             assert client._io.links[1].describe(0.0).startswith(f"{again} was left: {feeder.endpoint} and {again} lead")
     assert sum("lead to the same feeder" in record.message for record in caplog.records) == 1
+
+
+def test_of_two_addresses_of_a_feeder_the_first_stays_even_if_it_answers_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "feeder").mkdir()
+    late, early = f"ipc://{tmp_path}/late/feeder.sock", ipc(tmp_path / "feeder")
+    with (
+        feeders(FeederProcess(early, behaviour=Behaviour(seconds_per_row=0.02))),
+        client_of([late, early], rows=4, **QUICK) as client,
+    ):
+        client.connect()
+        client.schedule(iter(keys(0, 1000)))
+        rows = take_all(client, keys(0, 1000))
+        assert next(rows)
+        assert [link.state for link in client._io.links] == ["connecting", "live"]
+        (tmp_path / "late").symlink_to(tmp_path / "feeder")
+        until(lambda: next(rows) and [link.state for link in client._io.links] == ["live", "closed"])
+        assert len(list(zip(rows, range(100), strict=False))) == 100
+        assert [link.state for link in client._io.links] == ["live", "closed"]
+        assert client._io.links[1].describe(0.0).startswith(f"{early} was left: {late} and {early} lead")
+    assert sum("lead to the same feeder" in record.message for record in caplog.records) == 1
