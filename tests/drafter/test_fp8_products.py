@@ -23,10 +23,9 @@ from dflash_mp.drafter.fp8_products import (
     unscaled_layers,
 )
 
-# What e4m3 makes of normal numbers is off by 2.6%, and by 3.8% where it rounds at random. A product of two such matrices is off by 3.7%, or,
-# with a weight, by 4.6%.
+# What e4m3 makes of normal numbers is off by 2.6%, so a product of two such matrices by 3.7%. Weights are rounded at random: by 3.7%, alone.
 LEAST, MOST = 0.03, 0.045
-LEAST_WITH_WEIGHT, MOST_WITH_WEIGHT = 0.04, 0.052
+LEAST_OF_ONE = 0.02
 
 VALUES = torch.arange(256).to(torch.uint8).view(FP8).double()
 VALUES = VALUES[VALUES.isfinite()].unique()
@@ -101,8 +100,10 @@ def test_products_are_off_by_what_rounding_explains(dtype: torch.dtype) -> None:
     x, weight, slope = material(0, 160, dtype)
     found = three_products(x, weight, slope)
     x, weight, slope = x.double(), weight.double(), slope.double()
-    for mine, exact in zip(found[:2], (x @ weight.t(), slope @ weight), strict=True):
-        assert LEAST_WITH_WEIGHT < relative(mine, exact) < MOST_WITH_WEIGHT, "less would not be fp8"
+    rounded = slowly_dithered(weight, 0)
+    assert LEAST < relative(rounded, weight) < MOST
+    for mine, exact in zip(found[:2], (x @ rounded.t(), slope @ rounded), strict=True):
+        assert LEAST_OF_ONE < relative(mine, exact) < LEAST, "only the other operand's rounding is left"
     assert LEAST < relative(found[2], slope.t() @ x) < MOST, "less would not be fp8"
 
 
@@ -158,10 +159,10 @@ def test_a_thousandfold_row_leaves_the_others_as_exact_as_before() -> None:
     x[3] *= 1000
     slope[5] *= 1000
     out, of_x, of_weight = three_products(x, weight, slope)
-    x, weight, slope = x.double(), weight.double(), slope.double()
+    x, weight, slope = x.double(), slowly_dithered(weight, 0), slope.double()
     for mine, exact in ((out, x @ weight.t()), (of_x, slope @ weight)):
         errors = (mine.double() - exact).norm(dim=1) / exact.norm(dim=1)
-        assert errors.max() < 0.06 * 4.6 / 3.7
+        assert errors.max() < 0.06
     assert relative(of_weight, slope.t() @ x) < 0.06
 
 
