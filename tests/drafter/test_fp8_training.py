@@ -116,6 +116,8 @@ def test_each_optimizer_step_rounds_weights_its_own_way_and_a_resumed_run_as_it_
         for _ in range(start, 3):
             train_step(trainer)
             found.append(state(trainer))
+    scaled = [module for module in trainer.model.layers.modules() if isinstance(module, fp8_products.ScaledLinear)]
+    assert len({int(module.draw) for module in scaled}) == len(scaled) > 7, "each matrix in its own way, too"
     draws = [draw for draw, _ in found]
     assert len(set(draws[:3])) == 3
     assert draws[2] == draws[3] in draws_of(config.seed, 2, 100)
