@@ -1,7 +1,7 @@
 """`dflash-mp bench fuzz`: messages that are nearly right, to both sides, while honest peers beside them must get the right bits.
 
 A real conversation is written down first: it is the corpus. Most messages are then handled without sockets, one at a time, by a real feeder's
-and a real drafter's own code (`fuzz_feeder`, `fuzz_drafter`): a seed repeats them. The others go through real sockets, from hostile
+and a real drafter's own code (`fuzz_feeder`, `fuzz_drafter`): a seed and a corpus repeat them. The others go through real sockets, from hostile
 drafters to a feeder and from hostile feeders to a drafter, that serve each other meanwhile. It fails with `DflashError` when an
 honest peer is refused or gets a wrong bit, with whatever a message made crash, and when memory grows. About a minute for 100,000 messages.
 """

@@ -1,8 +1,9 @@
 """A drafter's message handling without sockets: a hostile feeder beside an honest one.
 
-The I/O object and its window are the real ones; a link's sockets are replaced by queues, the stream's thread by calls in turn, and the thread
-that takes checksums by calls at random times. Each row that comes out of the window, whichever feeder it came from, is compared bit for bit. That a feeder which is in use refuses a row for good, or says that another
-drafter took this one's place, ends the drafter with a `StreamError`; that is counted, and the next drafter begins.
+The I/O object and its window are the real ones; a link's sockets are replaced by queues, the stream's thread by calls in turn, the thread
+that takes checksums by calls at random times, and the clock by `FuzzTime`, so that a seed and a corpus repeat all. Each row that comes out
+of the window, whichever feeder it came from, is compared bit for bit. That a feeder which is in use refuses a row for good, or says that
+another drafter took this one's place, ends the drafter with a `StreamError`; that is counted, and the next drafter begins.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import zmq
 
 from dflash_mp.bench.fuzz_feeder import encoded
 from dflash_mp.bench.fuzz_mutations import Frames, Mutator, Tally
+from dflash_mp.bench.fuzz_time import FuzzTime
 from dflash_mp.bench.synthetic import synthetic_expectations, synthetic_row, synthetic_weights
 from dflash_mp.data.row import RowKey
 from dflash_mp.errors import DflashError, StreamError
 from dflash_mp.stream import messages as m
 from dflash_mp.stream.client_io import ClientIo
 from dflash_mp.stream.client_link import Link
+from dflash_mp.stream.dealing import RowTime
 from dflash_mp.stream.handshake import INBAND
 from dflash_mp.stream.layout import RowLayout
 from dflash_mp.stream.plan import StreamPlan
@@ -89,6 +92,7 @@ class FuzzLink(Link):
 
     def _open(self) -> None:
         self._socket = FakeDealer()  # type: ignore[assignment]
+        self.row_time = RowTime()
         self._enter("connecting")
 
     def _close(self, linger_ms: int) -> list[Request]:
@@ -113,25 +117,29 @@ class DrafterFuzz:
         self._past: deque[Frames] = deque(maxlen=64)
         self._server = WeightsServer(synthetic_weights(plan), plan)
         self._known: dict[RowKey, bytes] = {}
-        self._begin()
+        self._time = FuzzTime(seed)
+        with self._time.step():
+            self._begin()
 
     def step(self) -> None:
         """One message of the hostile feeder, and all that follows from it."""
-        try:
-            self._hostile_message()
-            self._go_on()
-        except StreamError as error:
-            self._io._wakeup.close()
-            self.tally.refused("ended", str(error))
-            self._begin()
+        with self._time.step():
+            try:
+                self._hostile_message()
+                self._go_on()
+            except StreamError as error:
+                self._io._wakeup.close()
+                self.tally.refused("ended", str(error))
+                self._begin()
 
     def finish(self) -> None:
         """Raises `DflashError` unless the drafter gets rows from the honest feeder as before."""
         before = self.rows
         for _ in range(100):
-            if self._hostile.state != "refused":
-                self._io._again(self._hostile.refuse(m.Refused("full", "the fuzzing is over")))
-            self._go_on()
+            with self._time.step():
+                if self._hostile.state != "refused":
+                    self._io._again(self._hostile.refuse(m.Refused("full", "the fuzzing is over")))
+                self._go_on()
         if self.rows - before < 50:
             raise DflashError(f"a drafter got {self.rows - before} rows in 100 rounds after the fuzzing")
 

@@ -1,6 +1,6 @@
 """A feeder's message handling without sockets: hostile drafters beside an honest one, a million messages in minutes.
 
-The service is the real one; its ROUTER is replaced by queues, and its two threads by calls in turn, so that a seed repeats everything.
+The service is the real one; its ROUTER is replaced by queues, and its two threads by calls in turn; a seed and a corpus repeat everything.
 The honest drafter checks each row that it gets, bit for bit.
 """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,19 @@ def test_the_same_seed_makes_the_same_messages() -> None:
 
     assert some(1) == some(1)
     assert some(1) != some(2)
+
+
+def test_a_seed_repeats_everything_on_a_machine_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def course(name: str) -> list[object]:
+        feeder, drafter = FeederFuzz(f"ipc://{tmp_path}/{name}", PLAN, 3, CORPUS), DrafterFuzz(PLAN, 3, CORPUS)
+        steps(feeder, 1500)
+        steps(drafter, 1500)
+        return [feeder.tally, feeder.rows, drafter.tally, drafter.rows, drafter.drafters]
+
+    before, monotonic, looks = course("quick"), time.monotonic, itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + next(looks) // 50)
+    assert course("stalls") == before
+    assert next(looks) > 0
 
 
 def test_like_reasons_are_counted_as_one() -> None:
