@@ -59,12 +59,14 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.enabled:
-            with contextlib.suppress(OSError) if error else self._writing():  # the first error is the one to tell
-                self._lines.close()
-                self._curves.close()
+        with contextlib.ExitStack() as ends:  # the last one first, and each of them, whatever becomes of the others
             for tracker in self._trackers:
-                tracker.close(failed=error is not None)
+                ends.callback(tracker.close, failed=error is not None)
+            if self.enabled:
+                first = contextlib.suppress(OSError) if error else self._writing()  # the first error is the one to tell
+                ends.enter_context(first)
+                ends.callback(self._curves.close)
+                ends.callback(self._lines.close)
 
     def say(self, text: str, event: str = "", **fields: Any) -> None:
         """One line in the log; `event` and `fields` are for machines."""

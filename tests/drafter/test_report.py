@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from some_figures import some_figures
@@ -12,6 +14,19 @@ from dflash_mp.errors import ConfigError, DflashError
 from dflash_mp.monitor.training import TrainingRecord
 
 FIGURES = some_figures()
+
+
+class Silent:
+    """A tracker that takes everything."""
+
+    name = "silent"
+
+    def open(self) -> str:
+        return "here"
+
+    def log(self, kind: str, step: int, moment: float, figures: dict[str, Any]) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
 
 
 def _fill(small_disk: Path) -> None:
@@ -26,6 +41,25 @@ def _fill(small_disk: Path) -> None:
 def test_metrics_on_a_full_disk_are_one_clear_error(small_disk: Path) -> None:
     with pytest.raises(DflashError, match=r"cannot write the figures of the run to .*No space left"):
         _fill(small_disk)
+
+
+@pytest.mark.parametrize("held_out_rows", [1, 0])
+def test_lines_that_cannot_be_written_leave_nothing_open(tmp_path: Path, held_out_rows: int) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    before, report = set(threading.enumerate()), Reporter(tmp_path, True, [Silent()])
+    assert len(set(threading.enumerate()) - before) == 2  # TensorBoard's and the tracker's
+    with pytest.raises(DflashError, match="cannot write the figures"):
+        _report_until_closed(report, held_out_rows)
+    assert report._lines.closed
+    assert set(threading.enumerate()) <= before
+
+
+def _report_until_closed(report: Reporter, held_out_rows: int) -> None:
+    """Fails at a line, or, without held-out rows, when what is left is written."""
+    with report:
+        for step in range(held_out_rows):
+            report.held_out(step, FIGURES)
+        report._lines.write("the last one\n")
 
 
 def test_figures_that_cannot_be_opened_are_one_clear_error(tmp_path: Path) -> None:
