@@ -173,9 +173,19 @@ def bring(pair: Pair, nbytes: int) -> None:
 
 
 def looks(connections: Connections, seconds: float = 0.15) -> int:
-    """How many were cut off within a while, by six looks at least, the last one after it."""
-    end, cut = time.monotonic() + seconds, connections.cut
-    looks_until(connections, lambda looks: looks >= 6 and connections._looked >= end)
+    """How many were cut off within a while, by six looks at least, the last one after it. If this process is stopped, the while begins anew,
+    as everyone's silence does.
+    """
+    begun, last, cut = time.monotonic(), connections._looked, connections.cut
+
+    def enough(looks: int) -> bool:
+        nonlocal begun, last
+        if connections._looked - last > connections._silent_seconds / 2:
+            begun = connections._looked
+        last = connections._looked
+        return looks >= 6 and last >= begun + seconds
+
+    looks_until(connections, enough)
     return connections.cut - cut
 
 
