@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mp import logs
-from dflash_mp.config import LoadedConfig, RunConfig, load_config
+from dflash_mp.config import RunConfig
+from dflash_mp.config_file import LoadedConfig, load_config
 from dflash_mp.errors import ConfigError, DflashError
 from dflash_mp.split import Batch, Pace, Split, best_split, splits
 from dflash_mp.supervisor import Part, Running, Stopped, supervise

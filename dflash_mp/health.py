@@ -16,7 +16,8 @@ import urllib.request
 from pathlib import Path
 
 from dflash_mp.addresses import in_url
-from dflash_mp.config import RunConfig, load_config
+from dflash_mp.config import RunConfig
+from dflash_mp.config_file import load_config
 from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import DflashError
 from dflash_mp.listening import sockets_at

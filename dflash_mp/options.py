@@ -12,7 +12,7 @@ import click
 from dflash_mp import logs
 
 if TYPE_CHECKING:
-    from dflash_mp.config import LoadedConfig
+    from dflash_mp.config_file import LoadedConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,7 +80,7 @@ def drafter_option(command: F) -> F:
 
 def load(config_file: Path, overrides: tuple[str, ...]) -> LoadedConfig:
     """The configuration; commands read it before they import anything slow, so that a mistake in it shows at once."""
-    from dflash_mp.config import load_config
+    from dflash_mp.config_file import load_config
 
     return load_config(config_file, overrides)
 

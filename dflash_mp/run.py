@@ -21,7 +21,7 @@ import yaml
 
 from dflash_mp import __version__, logs
 from dflash_mp.calibration import choose, kept_split
-from dflash_mp.config import LoadedConfig, describe_config
+from dflash_mp.config_file import LoadedConfig, describe_config
 from dflash_mp.drafter.steps import steps_of
 from dflash_mp.errors import DflashError
 from dflash_mp.preflight import check

@@ -124,7 +124,7 @@ def test_a_curable_error_is_its_text_and_its_exit_code(error: DflashError, monke
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("dflash_mp.config.load_config", fail)
+    monkeypatch.setattr("dflash_mp.config_file.load_config", fail)
     done = CliRunner().invoke(main, ["run", "-c", "x.yaml"])
     assert done.exit_code == error.exit_code
     assert done.output == "dflash-mp: x\n  → do y\n"

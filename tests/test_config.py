@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_mp.config import describe_config, load_config
+from dflash_mp.config_file import describe_config, load_config
 from dflash_mp.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {

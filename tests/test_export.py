@@ -19,7 +19,7 @@ from transformers import Qwen3Config
 
 from dflash_mp import export
 from dflash_mp.cli import main
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.drafter import checkpoint
 from dflash_mp.drafter.model import DraftModel
 from dflash_mp.drafter.shape import DrafterShape

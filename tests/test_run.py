@@ -22,7 +22,7 @@ from rich.console import Console
 from tiny_run import make_tiny_run
 
 from dflash_mp.cli import main
-from dflash_mp.config import LoadedConfig, load_config
+from dflash_mp.config_file import LoadedConfig, load_config
 from dflash_mp.data.writer import replacing
 from dflash_mp.errors import DflashError
 from dflash_mp.preflight import check

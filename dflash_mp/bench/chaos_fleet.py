@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_mp import run as launcher
-from dflash_mp.config import LoadedConfig, load_config
+from dflash_mp.config_file import LoadedConfig, load_config
 from dflash_mp.drafter.schedule import held_out_due
 from dflash_mp.process import MARK, children_of, mark_of, marked_processes, send_signal
 from dflash_mp.run_view import parse_metrics

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dflash_mp.bench.chaos_fleet import PHASES, Fleet, FleetJob, Place, leftovers, read_steps
 from dflash_mp.bench.chaos_report import VICTIMS, ChaosReport, Kill, compare
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.errors import DflashError
 from dflash_mp.process import die_with_parent
 

@@ -26,7 +26,8 @@ from dflash_mp.bench.random_target import SHAPES, write_target_files
 from dflash_mp.bench.step import CASES as STEP_CASES
 from dflash_mp.bench.tiny import tiny_tokenizer
 from dflash_mp.bench.tiny_run import WORDS
-from dflash_mp.config import RunConfig, load_config
+from dflash_mp.config import RunConfig
+from dflash_mp.config_file import load_config
 from dflash_mp.data.prepare import prepare
 from dflash_mp.errors import ConfigError
 from dflash_mp.supervisor import Part

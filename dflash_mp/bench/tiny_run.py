@@ -74,7 +74,7 @@ def make_tiny_run(
     `sections` changes the options of `tiny_tree`; `seed` is that of the conversations and of the run.
     """
     from dflash_mp.bench.tiny import write_tiny_target
-    from dflash_mp.config import load_config
+    from dflash_mp.config_file import load_config
     from dflash_mp.data.prepare import prepare
     from dflash_mp.target.tokenizer import load_tokenizer
 

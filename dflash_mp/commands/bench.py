@@ -172,7 +172,8 @@ def bench_capture(
 def bench_prepare(target: str | None, config_file: Path | None, rounds: int, megabytes: float) -> None:
     """`prepare` against the tokenizer alone, on the same text."""
     from dflash_mp.bench.prepare import bench_prepare as measure
-    from dflash_mp.config import TargetConfig, load_config
+    from dflash_mp.config import TargetConfig
+    from dflash_mp.config_file import load_config
     from dflash_mp.target.tokenizer import load_tokenizer
 
     if (target is None) == (config_file is None):

@@ -16,7 +16,7 @@ from tiny_run import make_tiny_run
 
 from dflash_mp.bench.tiny import tiny_tokenizer, write_tiny_target
 from dflash_mp.cli import main
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.decode.evaluate import DrafterResult, Evaluation, SetResult
 from dflash_mp.decode.generate import TextStream
 from dflash_mp.decode.measure import Figures

@@ -11,7 +11,7 @@ import torch
 from tiny_run import make_tiny_run
 
 from dflash_mp.bench.tiny import tiny_tokenizer
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.data.store import PreparedDataset, Prompt
 from dflash_mp.decode.prompts import PromptEncoder, ask, held_out_prompts, read_prompts
 from dflash_mp.errors import DataError

@@ -12,7 +12,8 @@ import torch
 from synthetic_rows import PLAN, SyntheticRows, make_config, make_trainer
 from tiny_run import make_tiny_run
 
-from dflash_mp.config import RunConfig, load_config
+from dflash_mp.config import RunConfig
+from dflash_mp.config_file import load_config
 from dflash_mp.data.row import RowKey
 from dflash_mp.data.store import PreparedDataset
 from dflash_mp.drafter import schedule, state

@@ -20,7 +20,7 @@ _JOIN = """
 import os, sys
 from pathlib import Path
 import torch
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.drafter.world import join
 if sys.argv[2:]:
     os.sched_setaffinity(0, map(int, sys.argv[2:]))
@@ -71,7 +71,7 @@ _TWO_ON_ONE = """
 import os, sys
 from pathlib import Path
 import torch
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.drafter.world import data_parallel, join, leave
 world = join(load_config(Path(sys.argv[1]), []).config)
 model = torch.nn.Linear(4, 4, bias=False).to(world.device, torch.bfloat16)

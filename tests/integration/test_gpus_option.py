@@ -11,7 +11,7 @@ import pytest
 from tiny_run import make_tiny_run
 
 from dflash_mp.calibration import choose, kept_split, with_kept_split
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.drafter.checkpoint import steps_of
 from dflash_mp.errors import ConfigError, DflashError
 from dflash_mp.monitor.scrape import endpoints_of

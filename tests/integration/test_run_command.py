@@ -19,7 +19,7 @@ from process_trees import SECONDS, eventually, written_metrics
 from safetensors.torch import load_file
 from tiny_run import make_tiny_run
 
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.drafter.checkpoint import steps_of
 from dflash_mp.process import children_of, mark_of, marked_processes, send_signal
 from dflash_mp.run_lock import RunLock

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import make_tiny_run
 
-from dflash_mp.config import RunConfig, load_config
+from dflash_mp.config import RunConfig
+from dflash_mp.config_file import load_config
 from dflash_mp.data.row import RowKey
 from dflash_mp.data.store import PreparedDataset
 from dflash_mp.drafter import checkpoint, state

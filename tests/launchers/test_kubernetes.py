@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from dflash_mp.bench.tiny_run import tiny_tree
-from dflash_mp.config import RunConfig, load_config
+from dflash_mp.config import RunConfig
+from dflash_mp.config_file import load_config
 
 FILES = sorted((page.ROOT / "launchers" / "kubernetes").glob("*.yaml"))
 _TITLE = "Kubernetes"

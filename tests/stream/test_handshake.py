@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mp.bench.synthetic import RUN, synthetic_expectations, synthetic_plan
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.stream.handshake import INBAND, expectations, refusal
 from dflash_mp.stream.messages import VERSION, Hello, Refused
 

@@ -11,7 +11,7 @@ import zmq
 from click.testing import CliRunner
 
 from dflash_mp.cli import main
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.errors import ConfigError, StreamError
 from dflash_mp.preflight import check_endpoints
 from dflash_mp.run import _write_config as write_config

@@ -23,7 +23,8 @@ from target_rows import packed_row
 from tiny_run import make_tiny_run
 
 from dflash_mp.bench.tiny import write_tiny_target
-from dflash_mp.config import RunConfig, TargetConfig, load_config
+from dflash_mp.config import RunConfig, TargetConfig
+from dflash_mp.config_file import load_config
 from dflash_mp.data.row import RowKey
 from dflash_mp.data.store import PreparedDataset
 from dflash_mp.errors import TargetError

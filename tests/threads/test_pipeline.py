@@ -20,7 +20,7 @@ from rich.console import Console
 from tiny_run import make_tiny_run
 from torch._dynamo.convert_frame import compile_lock
 
-from dflash_mp.config import load_config
+from dflash_mp.config_file import load_config
 from dflash_mp.errors import DflashError
 from dflash_mp.process import mark_of, marked_processes
 from dflash_mp.threads import compare as of_modes

@@ -1,0 +1,124 @@
+"""A run's description: one YAML file plus `--set section.key=value` overrides.
+
+`load_config` validates both before any work is done and remembers where each value came from (`file`, `--set`, `default`), which `--plan`
+prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from dflash_mp.config import RunConfig
+from dflash_mp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A validated configuration and the source (`file`, `--set` or `default`) of each dotted key."""
+
+    config: RunConfig
+    sources: dict[str, str]
+    file: Path
+
+
+def load_config(file: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read `file`, apply `overrides` ("section.key=value", the value in YAML), validate.
+
+    Relative paths in the file are taken from the current directory. Raises `ConfigError`.
+    """
+    tree = _read_yaml(file)
+    given = {key: "file" for key in _leaves(tree)}
+    for text in overrides:
+        key, value = _parse_override(text)
+        _put(tree, key, value)
+        given = {k: s for k, s in given.items() if k != key and not k.startswith(key + ".")}
+        given.update({k: "--set" for k in (_leaves({key: value}) if isinstance(value, dict) else [key])})
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, file), "see `dflash-mp run --plan` and docs/guide.md for every key") from None
+    resolved = list(_leaves(config.model_dump(mode="json")))
+    return LoadedConfig(config, {key: _source_of(key, given) for key in resolved}, file)
+
+
+def describe_config(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, value as text, source) of every option, in the schema's order."""
+    tree = loaded.config.model_dump(mode="json")
+    for key in _leaves(tree):
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        yield (
+            key,
+            yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip(),
+            loaded.sources[key],
+        )
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {file}: {error.strerror}", "check the path given with --config"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}", "fix the file at the place named") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} is empty or not a mapping of sections", "start from a file in configs/")
+    return tree
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text!r} is not of the form section.key=value", "for example --set train.steps=100")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: the value {value!r} is not valid YAML: {error}", "quote it") from None
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {key}: {parent!r} is a value, not a section", "check the key's spelling")
+        tree = child
+    tree[last] = value
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _source_of(key: str, given: dict[str, str]) -> str:
+    parts = key.split(".")
+    return next((given[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in given), "default")
+
+
+def _explain(error: ValidationError, file: Path) -> str:
+    problems = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "configuration"
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{key}: unknown key")
+        elif item["type"] == "missing":
+            problems.append(f"{key}: required, but not given")
+        else:
+            got = "" if isinstance(item["input"], dict) else f" (got {item['input']!r})"
+            problems.append(
+                f"{key}: {item['msg'].removeprefix('Value error, ')}{got if key != 'configuration' else ''}"
+            )
+    return f"{file}: " + "; ".join(problems)
