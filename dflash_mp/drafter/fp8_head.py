@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from dflash_mp.drafter.fp8_products import FP8, LARGEST, MULTIPLE, SMALLEST, dither, multiply, round_to_fp8
 
-_ROWS_AT_ONCE = 16_384  # of the head, while it is rounded
+_ROWS_AT_ONCE = 16_384  # of the head, while it is rounded, and up to 15 more; a multiple of 16
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,14 @@ class ScaledHead:
 
 
 def _parts(size: int) -> list[slice]:
-    """Parts of the head of one length, for one compilation; the last may begin before the one before it ends. What is compiled holds a part twice."""
-    length = min(size, _ROWS_AT_ONCE)
-    return [slice(min(start, size - length), min(start, size - length) + length) for start in range(0, size, length)]
+    """Parts of the head of one length, for one compilation; the last may begin before the one before it ends. What is compiled holds a part twice.
+
+    All begin at a multiple of 16: the compiler copies what doesn't, and between the columns of a part lie those of all others.
+    """
+    over = size % MULTIPLE
+    length = min(size, _ROWS_AT_ONCE + over)
+    starts = (min(start, size - length) for start in range(0, max(size - over, 1), _ROWS_AT_ONCE))
+    return [slice(start, start + length) for start in starts]
 
 
 def _round_into(

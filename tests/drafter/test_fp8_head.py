@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import loss_slow
 
-from dflash_mp.drafter.fp8_head import ScaledHead, quantise_rows, score
+from dflash_mp.drafter.fp8_head import ScaledHead, _parts, quantise_rows, score
 from dflash_mp.drafter.fp8_products import LARGEST, draws_of, round_to_fp8
 from dflash_mp.drafter.frozen_head import FrozenHead
 from dflash_mp.drafter.loss import block_loss, dpace_loss, slot_weights
@@ -64,10 +64,19 @@ def test_each_step_rounds_the_head_its_own_way_and_in_the_mean_not_at_all(monkey
         assert relative(mean, head) < 0.005, "to the nearest it would be 0.026"
     assert not torch.equal(scaled.rows.float(), nearest.float())
     assert not scaled.rows[37:].float().any()
-    monkeypatch.setattr("dflash_mp.drafter.fp8_head._ROWS_AT_ONCE", 10)
+    monkeypatch.setattr("dflash_mp.drafter.fp8_head._ROWS_AT_ONCE", 16)
     whole.round_anew(draws[-1], compiled=False)
     assert torch.equal(whole.rows.float(), scaled.rows.float()), "however the head is cut"
     assert torch.equal(whole.columns.float(), scaled.columns.float())
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 16_384, 16_389, 20_005, 32_773, 50_257, 151_936])
+def test_parts_of_the_head_cover_it_are_of_one_length_and_begin_where_memory_is_aligned(size: int) -> None:
+    parts = _parts(size)
+    assert len({part.stop - part.start for part in parts}) == 1
+    assert all(part.start % 16 == 0 for part in parts)
+    assert sorted({row for part in parts for row in range(size)[part]}) == list(range(size))
+    assert sum(part.stop - part.start for part in parts) < size + 16_384 + 16 * len(parts)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
