@@ -34,7 +34,11 @@ def _section(name: str, model: type[BaseModel]) -> Iterator[str]:
         if inner is not None and field.description is None:
             below.append((key, inner))
             continue
-        default = "required" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
+        default = (
+            "required"
+            if field.is_required()
+            else f"`{_plain(field.get_default(call_default_factory=True, validated_data={}))}`"
+        )
         yield f"| `{key}` | {_type(field.annotation)} | {default} | {field.description or ''} |"
         if inner is not None:
             below.append((f"{key}[]", inner))
@@ -44,8 +48,10 @@ def _section(name: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    found = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
-    return found[0] if found else None
+    for each in (annotation, *get_args(annotation)):
+        if get_origin(each) is None and isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+    return None
 
 
 def _type(annotation: Any) -> str:

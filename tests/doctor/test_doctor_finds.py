@@ -249,17 +249,17 @@ def test_another_pytorch_on_a_feeders_host(
         assert {finding.level for finding in same.findings} == {"green"}, same.findings
         assert (same.answer.bytes_per_second or 0.0) > 1e6
 
-        elsewhere = tuple(Package(n, "2.11.0+cu130" if n == "torch" else v) for n, v in own_software())
+        elsewhere = tuple(Package(n, "2.10.0+cu130" if n == "torch" else v) for n, v in own_software())
         monkeypatch.setattr("dflash_mp.stream.feeder_io.own_software", lambda: elsewhere)
         found = list(check_feeders(config, 60.0, 0.0)[0].findings)
         (mismatch,) = [finding for finding in found if finding.level == "red"]
         assert mismatch.about == f"versions at {endpoint}"
-        assert "PyTorch 2.11.0+cu130" in mismatch.found
+        assert "PyTorch 2.10.0+cu130" in mismatch.found
         assert exit_code(found) == 5
 
         with caplog.at_level(logging.WARNING), RowClient([endpoint], synthetic_expectations_of(plan)) as client:
             client.connect()
-        assert any("it runs PyTorch 2.11.0+cu130" in record.getMessage() for record in caplog.records)
+        assert any("it runs PyTorch 2.10.0+cu130" in record.getMessage() for record in caplog.records)
 
 
 def synthetic_expectations_of(plan: StreamPlan) -> Any:

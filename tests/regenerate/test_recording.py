@@ -24,6 +24,7 @@ class Cuda:
     recorded: str = ""
     pools: int = 0
     replayed_on: list[int] = field(default_factory=list)
+    given_up: list[tuple[int, torch.device]] = field(default_factory=list)
 
     def Stream(self, device: torch.device) -> str:
         return f"{device.index} side"
@@ -74,6 +75,7 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     stand_in = Cuda()
     monkeypatch.setattr(recording, "torch", SimpleNamespace(cuda=stand_in, device=torch.device))
+    monkeypatch.setattr(recording, "end_failed_recording", lambda *given: stand_in.given_up.append(given))
     return stand_in
 
 
@@ -97,6 +99,7 @@ def test_a_recording_that_fails_leaves_device_and_stream_as_they_were(cuda: Cuda
         recorder.record(128, work)
     assert (cuda.device_now, cuda.streams) == (0, ["0 default", "1 default"])
     assert 128 not in recorder
+    assert cuda.given_up == [(1, torch.device("cuda:1"))]
 
 
 def test_what_would_not_be_recorded_is_not_run(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
