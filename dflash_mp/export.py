@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dflash_mp.drafter import checkpoint
@@ -88,9 +89,10 @@ def write_export(
         for path in [*temporary.iterdir(), temporary]:
             checkpoint.flush(path)
         _put_in_place(temporary, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write the export {out}: {error.strerror or error}", "free space or permissions there"
+            f"cannot write the export {out}: {getattr(error, 'strerror', None) or error}",
+            "free space or permissions there",
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

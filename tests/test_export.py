@@ -235,6 +235,14 @@ def test_a_failed_export_leaves_the_earlier_one_and_no_debris(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
+@pytest.mark.parametrize("free_kib", [64, 8])  # too little for the weights; for the weights' first page
+def test_a_full_disk_is_one_clear_error_and_no_debris(small_disk: Path, free_kib: int) -> None:
+    (small_disk / "filler").write_bytes(bytes((64 - free_kib) << 10))
+    with pytest.raises(CheckpointError, match=r"cannot write the export .*No space left"):
+        write_export(weights_of(a_shape()), a_shape(), ORIGIN, small_disk / "drafter")
+    assert [path.name for path in small_disk.iterdir() if path.name != "filler"] == []
+
+
 def test_weights_changed_on_their_way_to_the_disk_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         changed = {name: value.clone() for name, value in tensors.items()}
