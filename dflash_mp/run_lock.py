@@ -7,6 +7,7 @@ hosts keeps only runs of the same host apart, and one without locks none (`dflas
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -35,7 +36,7 @@ class RunLock:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
-            raise DflashError(f"cannot write to run_dir {run_dir}: {error.strerror}", "change run_dir") from None
+            raise _cannot_write(run_dir, error) from None
         while not take(self._file, path):
             host, process = self._owner()
             elsewhere = host not in ("", socket.gethostname())
@@ -51,9 +52,12 @@ class RunLock:
                 waiting = True
                 log.warning("waiting up to %.0f s for %s, which has %s", seconds, owner, run_dir)
             time.sleep(_AGAIN_SECONDS)
-        self._file.truncate(0)
-        self._file.write(f"{socket.gethostname()}:{os.getpid()}\n")
-        self._file.flush()
+        try:
+            self._say_whose()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # closing tries again to write the line, and closes
+                self._file.close()
+            raise _cannot_write(run_dir, error) from None
 
     def __enter__(self) -> RunLock:
         return self
@@ -61,8 +65,20 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
+    def _say_whose(self) -> None:
+        self._file.truncate(0)
+        self._file.write(f"{socket.gethostname()}:{os.getpid()}\n")
+        self._file.flush()
+
     def _owner(self) -> tuple[str, str]:
         """Host and process of the holder; empty while it has not said so yet."""
         self._file.seek(0)
         host, _, process = self._file.read().strip().rpartition(":")
         return host, process
+
+
+def _cannot_write(run_dir: Path, error: OSError) -> DflashError:
+    return DflashError(
+        f"cannot write to run_dir {run_dir}: {error.strerror or error}",
+        "free space or permissions there, or change run_dir",
+    )

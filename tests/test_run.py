@@ -177,6 +177,17 @@ def test_an_unwritable_run_directory_is_named(tmp_path: Path) -> None:
         RunLock(tmp_path / "file" / "run")
 
 
+def test_a_run_directory_on_a_full_disk_is_named_and_left_free(small_disk: Path) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(64 << 10))
+    with pytest.raises(DflashError, match=r"cannot write to run_dir .*No space left") as caught:
+        RunLock(small_disk / "run")
+    assert caught.value.remedy.startswith("free space")
+    filler.unlink()
+    with RunLock(small_disk / "run"):
+        pass
+
+
 def test_errors_are_printed_without_a_traceback(run_file: Path) -> None:
     done = CliRunner().invoke(main, ["run", "-c", str(run_file), "--set", "data.path=/nowhere/data"])
     assert done.exit_code == 3
