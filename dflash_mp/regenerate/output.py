@@ -9,11 +9,12 @@ another temperature's. A second writer of the same file is refused, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -61,11 +62,13 @@ class AnswerFile:
         for record in records:
             line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
             self._note(record, len(line))
-            self._file.write(line)
-        self._file.flush()
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+            with _writing(self._partial):
+                self._file.write(line)
+        with _writing(self._partial):
+            self._file.flush()
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
 
     def reasons(self) -> dict[str, int]:
         """How many conversations ended how."""
@@ -73,24 +76,23 @@ class AnswerFile:
 
     def discard(self) -> None:
         """Leave nothing: what is written holds no answer."""
-        self._file.truncate(0)
-        settings_file(self._out).unlink(missing_ok=True)
-        self._partial.unlink()
+        with _writing(self._partial):
+            self._file.truncate(0)
+            settings_file(self._out).unlink(missing_ok=True)
+            self._partial.unlink()
 
     def finish(self) -> dict[str, int]:
         """Give the answers their name, in the order of the conversations; returns (and notes in the settings) how many ended how."""
         scratch = self._partial.with_suffix(".sorted")
-        with open(scratch, "wb") as out:
-            for index in sorted(self._places):
-                offset, length = self._places[index]
-                self._file.seek(offset)
-                out.write(self._file.read(length))
-            out.flush()
-            os.fsync(out.fileno())
-        _write_whole(settings_file(self._out), {**self._settings, "counts": self.reasons()})
-        scratch.rename(self._out)
-        _sync_directory(self._out.parent)
-        self._partial.unlink()
+        with _writing(self._out):
+            try:
+                self._write_in_order(scratch)
+                _write_whole(settings_file(self._out), {**self._settings, "counts": self.reasons()})
+                scratch.rename(self._out)
+            finally:
+                scratch.unlink(missing_ok=True)  # where the disk is full, it is what fills it
+            _sync_directory(self._out.parent)
+            self._partial.unlink()
         return self.reasons()
 
     def __enter__(self) -> AnswerFile:
@@ -99,9 +101,19 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        first = contextlib.suppress(OSError) if error else _writing(self._partial)  # the first error is the one to tell
+        with first, contextlib.closing(self._file):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _write_in_order(self, file: Path) -> None:
+        with open(file, "wb") as out:
+            for index in sorted(self._places):
+                offset, length = self._places[index]
+                self._file.seek(offset)
+                out.write(self._file.read(length))
+            out.flush()
+            os.fsync(out.fileno())
 
     def _lock(self) -> None:
         if not take(self._file, self._partial):
@@ -112,8 +124,9 @@ class AnswerFile:
         file = settings_file(self._out)
         before = _read_settings(file)
         if force or (before is None and not self._out.exists()):
-            self._file.truncate(0)
-            self._out.unlink(missing_ok=True)
+            with _writing(self._out):
+                self._file.truncate(0)
+                self._out.unlink(missing_ok=True)
             _write_whole(file, self._settings)
             return False
         if before is None:
@@ -148,7 +161,8 @@ class AnswerFile:
                 self._say(f"the last answers of {self._partial} were torn; they are written again")
                 break
             self._note(record, len(line))
-        self._file.truncate(self._end)
+        with _writing(self._partial):
+            self._file.truncate(self._end)
         self._file.seek(self._end)
 
     def _note(self, record: dict[str, Any], length: int) -> None:
@@ -185,12 +199,24 @@ def _read_settings(file: Path) -> dict[str, Any] | None:
 
 def _write_whole(file: Path, value: dict[str, Any]) -> None:
     scratch = file.with_name(f".{file.name}.new")
-    with open(scratch, "w", encoding="utf-8") as out:
-        out.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    scratch.rename(file)
-    _sync_directory(file.parent)
+    with _writing(file):
+        with open(scratch, "w", encoding="utf-8") as out:
+            out.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        scratch.rename(file)
+        _sync_directory(file.parent)
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {file}: {error.strerror or error}",
+            "free space or permissions there; what is written stays, and the same command goes on",
+        ) from error
 
 
 def _sync_directory(directory: Path) -> None:
