@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, config_options, drafter_option, load, log_options, start_logs
+from dflash_mp.options import Command, NewFile, config_options, drafter_option, load, log_options, start_logs
 
 log = logging.getLogger(__name__)
+
+
+def _can_be_written(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """Refuses a new `file` whose place is wrong; directories that aren't there yet are made with it."""
+    if file is not None and not os.path.exists(file):
+        new = file
+        while not os.path.exists(new.parent):  # False, too, where one may not look
+            new = new.parent
+        NewFile().convert(new, parameter, context)
+    return file
 
 
 @click.command(
@@ -73,7 +84,11 @@ def export(source: Path, out: Path, dtype: str, force: bool) -> None:
 )
 @click.option("--limit", type=click.IntRange(1), help="Prompts per set, instead of eval.limit.")
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures there, too."
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    callback=_can_be_written,
+    help="Write all figures there, too.",
 )
 def evaluate(
     config_file: Path,

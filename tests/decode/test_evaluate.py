@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,38 @@ def test_what_cannot_be_evaluated_is_one_message(
     assert result.exit_code == code, result.output
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("place", ["figures.json", "new/figures.json"])
+def test_a_file_of_figures_that_cannot_be_written_is_refused_before_any_work(small_disk: Path, place: str) -> None:
+    (small_disk / "file").write_text("")
+    words = ("eval", "-c", small_disk / "none.yaml", "--json")
+    _check_refused(call(*words, small_disk / "file" / place))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    _check_refused(call(*words, small_disk / place))
+    _check_refused(call(*words, small_disk / "file"))
+
+
+def _check_refused(result: Result) -> None:
+    assert result.exit_code == 2
+    assert "Invalid value for '--json'" in result.output
+
+
+def test_checking_the_file_of_figures_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for place in (tmp_path / "file", tmp_path / "new" / "figures.json"):
+        result = call("eval", "-c", tmp_path / "none.yaml", "--json", place)
+        assert "cannot read the configuration" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_figures_that_could_not_be_written_were_shown_before(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "figures.json").symlink_to("/dev/full")
+    result = call(*short("eval", "-c", run_file, "--limit", 1, "--json", tmp_path / "figures.json"))
+    assert result.exit_code == 1
+    assert "No space left" in result.output
+    assert 0 < result.output.find("slot accepted") < result.output.find("cannot write")
 
 
 @pytest.mark.parametrize(("dtype", "text"), [("float32", "in float32 it must not"), ("bfloat16", "rounds otherwise")])
