@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from dflash_mp import logs
-from dflash_mp.errors import DflashError
+from dflash_mp.errors import CheckpointError, ConfigError, DataError, DflashError, TargetError
 from dflash_mp.process import MARK, SAME_SIGNAL_SECONDS, children_of, mark_of, marked_processes, send_signal
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ _TICK_SECONDS = 0.1
 _KILL_SECONDS = 10.0
 _TAIL_LINES = 12
 _TAIL_BYTES = 16384
+# Trying again changes nothing about these.
+_LASTING = tuple(error.exit_code for error in (ConfigError, DataError, TargetError, CheckpointError))
 
 
 @dataclass(frozen=True)
@@ -228,9 +230,10 @@ def _kill_all(mark: str, running: Sequence[Running]) -> None:
 
 
 def _failure(failed: Running, code: int) -> PartFailed:
+    again = "fails again: the last lines say what to change" if code in _LASTING else "resumes from the last checkpoint"
     return PartFailed(
-        f"{failed.part.name} failed (exit code {code}); its last lines:\n{failed.last_lines()}",
-        f"all of it is in {failed.part.log}; the same command resumes from the last checkpoint",
+        f"{failed.part.name} failed (exit code {code}); the last lines:\n{failed.last_lines()}",
+        f"all of the log is in {failed.part.log}; the same command {again}",
         code,
     )
 

@@ -62,6 +62,22 @@ def test_the_first_failure_stops_all_and_gives_exit_code_and_last_lines(tmp_path
     assert str(tmp_path / "drafters.log") in output
 
 
+@pytest.mark.parametrize("code", [2, 3, 4, 6])
+def test_what_fails_again_is_not_said_to_resume(tmp_path: Path, code: int) -> None:
+    with supervised(part(tmp_path, "feeder 0", shell(f"exit {code}"))) as run:
+        _, output = run.finish()
+    assert f"feeder 0 failed (exit code {code}); the last lines:" in output
+    assert "; the same command fails again: the last lines say what to change" in output
+    assert "resumes" not in output
+
+
+@pytest.mark.parametrize("end", ["exit 1", "exit 5", "kill -9 $$"])
+def test_after_other_ends_the_same_command_resumes(tmp_path: Path, end: str) -> None:
+    with supervised(part(tmp_path, "drafters", shell(end))) as run:
+        _, output = run.finish()
+    assert "; the same command resumes from the last checkpoint" in output
+
+
 def test_last_lines_are_those_of_this_start(tmp_path: Path) -> None:
     (tmp_path / "drafters.log").write_text("an older error\n")
     with supervised(part(tmp_path, "drafters", shell("exit 3"))) as run:

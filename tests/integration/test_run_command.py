@@ -138,7 +138,8 @@ def test_what_a_drafter_cannot_do_is_the_exit_code_and_the_last_words_of_the_run
         code, output = run.finish()
     assert code == 6, output
     assert "drafters failed (exit code 6)" in output
-    assert "layers" in output.split("its last lines:")[1]
+    assert "layers" in output.split("the last lines:")[1]
+    assert "the same command fails again" in output
     assert "Traceback" not in output
 
 
