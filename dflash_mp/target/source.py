@@ -7,6 +7,7 @@ nothing is guessed from a path that almost exists.
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,11 @@ def unloadable(what: str, source: TargetSource, config: TargetConfig, error: Bas
         return TargetError(
             f"cannot load the model of {config.path}: it has no safetensors, and pickled weights are not loaded: {text[:600]}",
             "convert them: load the model with transformers where you trust it, and save_pretrained() it",
+        )
+    if config.attention == "flash_attention_2" and re.search(r"flash.?att", text, re.IGNORECASE):
+        return TargetError(
+            f"cannot load the {what} of {config.path}: {text[:600]}",
+            "install flash-attn, where a GPU can run it, or set target.attention to something else, e.g. auto",
         )
     if source.local:
         return TargetError(f"cannot load the {what} of {config.path}: {text[:600]}", "check the files in it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dflash_mp.errors import TargetError
 from dflash_mp.target.capture import Capture
 from dflash_mp.target.families import rope_theta
 from dflash_mp.target.load import Target, load_target
+from dflash_mp.target.source import locate, unloadable
 
 
 def load(directory: Path, **options: Any) -> Target:
@@ -140,6 +142,25 @@ def test_attention_that_would_leave_out_a_cap_is_not_used(tmp_path: Path) -> Non
     assert load(tmp_path).model.config._attn_implementation == "eager"
     with pytest.raises(TargetError, match="attention: eager"):
         load(tmp_path, attention="sdpa")
+
+
+def test_attention_that_needs_a_package_says_which(tmp_path: Path) -> None:
+    write_tiny_target(tmp_path)
+    config = TargetConfig(path=str(tmp_path), attention="flash_attention_2")
+    error = ImportError("the package flash_attn seems to be not installed.")  # whether or not it is, here
+    refused = unloadable("model", locate(config), config, error)
+    assert "flash_attn" in refused.what
+    assert refused.remedy.startswith("install flash-attn, ")
+    unset = config.model_copy(update={"attention": "auto"})
+    assert unloadable("model", locate(unset), unset, error).remedy == "check the files in it"
+    assert unloadable("model", locate(config), config, OSError("half a file")).remedy == "check the files in it"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_transformers_names_the_package_that_attention_needs(tmp_path: Path) -> None:
+    write_tiny_target(tmp_path)
+    with pytest.raises(TargetError, match=r"install flash-attn, .* set target.attention to something else"):
+        load(tmp_path, attention="flash_attention_2")
 
 
 def test_a_quantised_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
