@@ -8,7 +8,9 @@ reports its own error first.
 # Annotations stay evaluated here: DDP checks those of a communication hook when it is registered.
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,12 +24,14 @@ from dflash_mp.config import RunConfig
 from dflash_mp.control_groups import usable_cores
 from dflash_mp.drafter import fp8_products
 from dflash_mp.drafter.step_profile import span
-from dflash_mp.errors import ConfigError
+from dflash_mp.errors import ConfigError, StreamError
 
 log = logging.getLogger(__name__)
 
 # A rank may wait `row_seconds` for a row while the others already sit in a collective.
 _COLLECTIVE_MARGIN_SECONDS = 300.0
+# torchrun looks ten times a second; of ranks that it finds dead together it may take any for the first to fail.
+_SEEN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,16 @@ class World:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all ranks, in place on this rank's device; also returns them."""
         if self.size > 1:
-            dist.all_reduce(values)
+            with _others_present():
+                dist.all_reduce(values)
         return values
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite `tensors` (same shapes on every rank) with those of rank 0."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            with _others_present():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
 
     def barrier(self) -> None:
         """Wait until every rank is here (bounded by the process group's time-out)."""
@@ -148,12 +154,36 @@ def _sum_bucket(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return work.get_future().then(lambda future: future.value()[0])
     # A callback in Python would be freed by gloo's own thread, which needs the interpreter's lock for that. The destructor of
     # the process group holds the lock while it joins that thread: a rank that ends right after a step could hang.
-    work.wait()
+    with _others_present():
+        work.wait()
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[gradients.device] if gradients.is_cuda else None
     )
     done.set_result(gradients)
     return done
+
+
+@contextmanager
+def _others_present() -> Iterator[None]:
+    """Around a collective: another rank's end is a `StreamError`, late enough for torchrun to see that other rank end first."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _by_another_rank(error):
+            raise
+        time.sleep(_SEEN_SECONDS)
+        reason = str(error).splitlines()[0]
+        how = "does not answer" if "timed out" in reason.lower() else "is gone"
+        raise StreamError(
+            f"rank {rank_of_process()}: another rank {how} ({reason})",
+            "its own log, or the launcher's summary, says why; the same command resumes from the last checkpoint",
+        ) from error
+
+
+def _by_another_rank(error: RuntimeError) -> bool:
+    """Whether the other end of a connection failed, for all that a collective raises; errors of CUDA come up in one, too."""
+    text = str(error)
+    return "cuda error" not in text.lower() and (isinstance(error, dist.DistError) or "/gloo/" in text)
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +16,9 @@ import torch.distributed as dist
 import yaml
 
 from dflash_mp.bench.tiny_run import tiny_tree
-from dflash_mp.drafter.world import shares_device
+from dflash_mp.drafter import world
+from dflash_mp.drafter.world import World, shares_device
+from dflash_mp.errors import StreamError
 
 _JOIN = """
 import os, sys
@@ -50,6 +54,74 @@ def test_a_rank_has_a_thread_for_each_core_that_it_may_use(tmp_path: Path) -> No
         pytest.skip("needs two cores")
     assert joined(tmp_path, {"threads": None}).endswith(f" {len(cores)}")
     assert joined(tmp_path, {"threads": None}, cores[-1]).endswith(" 1")
+
+
+_LOSES_THE_OTHER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from dflash_mp.config_file import load_config
+from dflash_mp.drafter.world import data_parallel, join
+from dflash_mp.errors import StreamError
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun asks the rank that is left to stop
+world = join(load_config(Path(sys.argv[1]), []).config)
+model = torch.nn.Linear(4, 4, bias=False)
+parallel = data_parallel(model, world)
+for _ in range(2):  # DDP has settled its buckets
+    parallel(torch.ones(2, 4)).sum().backward()
+loss = parallel(torch.ones(2, 4)).sum()
+world.barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+uses = {
+    "sum": world.barrier,
+    "broadcast": lambda: world.broadcast([torch.ones(1), torch.ones(1)]),
+    "backward": loss.backward,
+}
+try:
+    while True:  # what is sent just before an end may still arrive
+        uses[sys.argv[2]]()
+except StreamError as error:
+    print(error, flush=True)
+    os._exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("use", ["sum", "broadcast", "backward"])
+def test_a_rank_says_in_a_line_that_another_is_gone_and_is_not_the_first_to_fail(tmp_path: Path, use: str) -> None:
+    file, script = tmp_path / "run.yaml", tmp_path / "rank.py"
+    file.write_text(yaml.safe_dump(tiny_tree(tmp_path)), encoding="utf-8")
+    script.write_text(_LOSES_THE_OTHER, encoding="utf-8")
+    command = [sys.executable, "-m", "dflash_mp.torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(script), str(file), use], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    what, remedy = done.stdout.splitlines()
+    assert re.fullmatch(r"rank 0: another rank is gone \(.*/gloo/.*\)", what), what
+    assert "its own log, or the launcher's summary, says why" in remedy
+    assert "rank 1 was the first to fail, with exit code -9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_hangs_is_not_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(values: torch.Tensor) -> None:
+        raise RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv")
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    monkeypatch.setattr(world, "_SEEN_SECONDS", 0.0)
+    with pytest.raises(StreamError, match=r"another rank does not answer .*Timed out"):
+        World(0, 2, 0, 2, torch.device("cpu")).barrier()
+
+
+def test_an_error_that_is_not_of_another_rank_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(values: torch.Tensor) -> None:
+        raise error
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    own = (RuntimeError("a tensor of the wrong shape"), dist.DistBackendError("NCCL: unhandled cuda error"))
+    for error in own:
+        with pytest.raises(type(error)) as raised:
+            World(0, 2, 0, 2, torch.device("cpu")).barrier()
+        assert raised.value is error
 
 
 @pytest.mark.parametrize(("devices", "shared"), [("abc", False), ("aba", True), ("aaa", True)])

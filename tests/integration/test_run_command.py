@@ -143,6 +143,29 @@ def test_what_a_drafter_cannot_do_is_the_exit_code_and_the_last_words_of_the_run
     assert "Traceback" not in output
 
 
+def test_a_killed_rank_is_what_the_run_ends_with_and_the_others_say_who_is_gone_in_a_line(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with started(run_file, tmp_path / "run", "train.drafters=2", "train.steps=100000") as run:
+        run.wait_for_step(3)
+        send_signal(rank_of_run(run, 1), signal.SIGKILL)
+        code, output = run.finish()
+    assert code == 128 + signal.SIGKILL, output
+    assert "rank 1 was the first to fail, with exit code -9" in output
+    assert "rank 0: another rank is gone (" in output
+    assert "the same command resumes from the last checkpoint" in output
+    assert "Traceback" not in (tmp_path / "run" / "logs" / "drafters.log").read_text()
+
+
+def rank_of_run(run: Run, rank: int) -> int:
+    """The process of that rank."""
+    for pid in marked_processes(run.mark):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if b"RANK=%d" % rank in environment:
+            return pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
 def test_a_drafter_that_waits_for_a_feeder_stops_at_once(run_file: Path, tmp_path: Path) -> None:
     options = [f"run_dir={tmp_path / 'run'}", "stream.connect_seconds=600"]
     command = [sys.executable, "-m", "dflash_mp.drafter", "-c", str(run_file)]
