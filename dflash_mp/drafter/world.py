@@ -191,10 +191,12 @@ def _device(name: str, local_rank: int) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    if name != "cuda" or not torch.cuda.is_available():
+    if name != "cuda":
+        raise ConfigError(f"{name!r} is not a device that ranks can share out", "train.device: auto, cpu or cuda")
+    if not torch.cuda.is_available():
         raise ConfigError(
-            f"train.device is {name!r}, but this process can use {'cuda or cpu' if torch.cuda.is_available() else 'cpu'} only",
-            "set train.device to auto, cpu or cuda",
+            f"there is no cuda here: PyTorch sees {torch.cuda.device_count()} CUDA devices",
+            "set train.device: cpu, or install a PyTorch built for this machine's GPU",
         )
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(

@@ -16,9 +16,10 @@ import torch.distributed as dist
 import yaml
 
 from dflash_mp.bench.tiny_run import tiny_tree
+from dflash_mp.config import RunConfig
 from dflash_mp.drafter import world
-from dflash_mp.drafter.world import World, shares_device
-from dflash_mp.errors import StreamError
+from dflash_mp.drafter.world import World, join, shares_device
+from dflash_mp.errors import ConfigError, StreamError
 
 _JOIN = """
 import os, sys
@@ -54,6 +55,26 @@ def test_a_rank_has_a_thread_for_each_core_that_it_may_use(tmp_path: Path) -> No
         pytest.skip("needs two cores")
     assert joined(tmp_path, {"threads": None}).endswith(f" {len(cores)}")
     assert joined(tmp_path, {"threads": None}, cores[-1]).endswith(" 1")
+
+
+@pytest.mark.parametrize(
+    ("device", "what", "remedy"),
+    [
+        ("cuda", "there is no cuda here: PyTorch sees 0 CUDA devices", "set train.device: cpu, or install a PyTorch"),
+        ("cuda:1", "'cuda:1' is not a device that ranks can share out", "train.device: auto, cpu or cuda"),
+    ],
+)
+def test_the_remedy_for_a_device_that_is_not_there_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, what: str, remedy: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    tree = tiny_tree(tmp_path)
+    tree["train"]["device"] = device
+    with pytest.raises(ConfigError) as refused:
+        join(RunConfig.model_validate(tree))
+    assert refused.value.what == what
+    assert refused.value.remedy.startswith(remedy)
 
 
 _LOSES_THE_OTHER = """
