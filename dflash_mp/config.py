@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
 
 
 class TargetConfig(_Section):
@@ -175,7 +177,7 @@ class TrainConfig(_Section):
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="share of steps spent warming up")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: share of steps spent decaying")
     weight_decay: float = Field(0.0, ge=0, description="AdamW; on matrices, not on norms")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW")
     eps: float = Field(1e-8, gt=0, description="AdamW")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     precision: Literal["auto", "fp32", "bf16", "fp8"] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,55 @@ def test_the_configurations_that_come_with_the_project_are_valid() -> None:
     assert files
     for file in files:
         load_config(file)
+
+
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_words_that_yaml_once_took_for_booleans_are_words(tmp_path: Path, thinking: str) -> None:
+    in_file = write(tmp_path, yaml.safe_dump(SMALLEST).replace("path: d", f"path: d\n  thinking: {thinking}"))
+    assert load_config(in_file).config.data.thinking == thinking
+    overridden = load_config(write(tmp_path, SMALLEST), [f"data.thinking={thinking}", f"train.compile={thinking}"])
+    assert overridden.config.data.thinking == thinking
+    assert overridden.config.train.compile is (thinking == "on")
+
+
+def test_numbers_are_what_they_look_like(tmp_path: Path) -> None:
+    file = write(tmp_path, SMALLEST)
+    assert load_config(file, ["seed=010"]).config.seed == 10
+    assert load_config(file, ["seed=0x10"]).config.seed == 16
+    assert load_config(file, ["run_dir=2026-11-30"]).config.run_dir == Path("2026-11-30")
+    assert "--set train.steps: Input should be a valid integer" in refusal(file, "train.steps=1:30")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("train.betas", [0.9, beta]) for beta in (2, 1, -0.1)),
+        *(("train.learning_rate", rate) for rate in (float("inf"), float("nan"))),
+        ("eval.temperature", float("inf")),
+    ],
+)
+def test_numbers_beyond_reason_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    assert key in refusal(write(tmp_path, with_value(key, value)))
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    text = yaml.safe_dump(SMALLEST) + "train:\n  steps: 4\n"
+    assert re.search(r"key train is given twice[\s\S]*line \d+[\s\S]*line \d+", refusal(write(tmp_path, text)))
+    assert "key steps is given twice" in refusal(write(tmp_path, SMALLEST), "train={steps: 1, steps: 2}")
+
+
+@pytest.mark.parametrize("text", ["a: !!int x", "a: " + "[" * 5000, "a: &b [*b", "a: \0"])
+def test_what_yaml_cannot_read_is_one_error(tmp_path: Path, text: str) -> None:
+    assert "is not valid YAML" in refusal(write(tmp_path, text))
+    assert "is not valid YAML" in refusal(write(tmp_path, SMALLEST), f"train.steps={text[3:]}")
+
+
+def test_a_section_without_keys_is_an_empty_one(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**SMALLEST, "train": None, "feed": None})
+    assert refusal(write(tmp_path, text)).endswith("train.steps: required, but not given")
+    assert load_config(write(tmp_path, text), ["train.steps=5"]).config.train.steps == 5
+
+
+def test_an_error_is_blamed_on_who_gave_the_value(tmp_path: Path) -> None:
+    file = write(tmp_path, with_value("train.step", 1))
+    assert refusal(file, "data.pth=x") == f"{file}: train.step: unknown key; --set data.pth: unknown key"

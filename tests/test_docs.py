@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -60,6 +60,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (Union, types.UnionType):
         return " or ".join(_type(part) for part in inner if part is not type(None))
+    if origin is Annotated:
+        return _type(inner[0])
     if origin is list:
         return f"list of {_type(inner[0])}"
     if origin is tuple:

@@ -18,10 +18,10 @@ from dflash_mp.process import children_of
 
 # What a host's feeders look like from outside: `NAME/dflash-mp feed --index I -c FILE`, each listening on its address or not.
 _FEEDER = """
-import socket, sys, time
+import os, socket, sys, time
 port = int(sys.argv[1])
 server = socket.create_server(("127.0.0.1", port)) if port else None
-print("up", flush=True)
+os.write(1, b"up\\n")  # in one piece: the other writes to the same file
 time.sleep(600)
 """
 
