@@ -94,6 +94,12 @@ def test_a_case_is_measured_and_an_unknown_one_is_refused_first() -> None:
         list(bench_cases(["tiny", "huge"], "cpu", repeats=2))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device here"):
+        next(bench_cases(["tiny"], "cuda", repeats=2))
+
+
 def test_fp8_is_measured_beside_bf16_and_told_apart_from_it() -> None:
     (result,) = bench_cases(["tiny"], "cpu", repeats=1, precision="fp8")
     assert result.bf16 is not None

@@ -46,6 +46,16 @@ def test_the_project_has_its_commands() -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_number_that_is_none_is_refused(words: tuple[str, ...]) -> None:
+    for option in command_named(words).params:
+        if isinstance(option.type, (click.FloatRange, type(click.FLOAT))):
+            for number in ("nan", "inf"):
+                done = CliRunner().invoke(main, [*words, option.opts[0], number])
+                assert done.exit_code == 2
+                assert f"Invalid value for '{option.opts[0]}'" in done.output
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command_describes_itself_and_each_of_its_options(words: tuple[str, ...]) -> None:
     done = CliRunner().invoke(main, [*words, "--help"], terminal_width=200)
     assert done.exit_code == 0

@@ -183,13 +183,15 @@ class StepResult:
 
 
 def bench_cases(names: Iterable[str], device: str, repeats: int, precision: Precision = "auto") -> Iterator[StepResult]:
-    """Measure the named cases one after the other. Raises `ConfigError`, before any is measured, for an unknown one or a GPU without fp8."""
+    """Measure the named cases one after the other. Raises `ConfigError`, before any is measured, for an unknown one, no GPU or one without fp8."""
     names = list(names)
     for name in names:
         if name not in CASES:
             raise ConfigError(f"there is no case {name!r}", f"one of {', '.join(CASES)}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here that PyTorch can use", "--device cpu")
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
     check_device(torch.device(device), precision)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import click
 
-from dflash_mp.options import Group, log_options, start_logs
+from dflash_mp.options import FiniteRange, Group, log_options, start_logs
 from dflash_mp.process import unwinding
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def bench(context: click.Context) -> None:
 @click.option(
     "--out", default="chaos", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="New directory."
 )
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Kill for so long at most.")
+@click.option("--seconds", type=FiniteRange(min=0, min_open=True), help="Kill for so long at most.")
 @click.option(
     "--parallel",
     default=1,
@@ -166,7 +166,7 @@ def bench_capture(
     "--megabytes",
     default=8.0,
     show_default=True,
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Text of the standard library to use without --config.",
 )
 def bench_prepare(target: str | None, config_file: Path | None, rounds: int, megabytes: float) -> None:
@@ -200,7 +200,7 @@ def bench_prepare(target: str | None, config_file: Path | None, rounds: int, meg
 @click.option("--new-tokens", default=256, show_default=True, type=click.IntRange(1), help="Of each answer.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Measured; the median counts.")
 @click.option("--compare", is_flag=True, help="Measure the model's own attention and norms, too.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy.")
+@click.option("--temperature", default=0.0, show_default=True, type=FiniteRange(0), help="0: greedy.")
 @click.option("--top-k", default=0, show_default=True, type=click.IntRange(0), help="0: off.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option(
@@ -286,7 +286,7 @@ def bench_step(
         "dflash-mp bench stream --row-mib 1 --rows 8 --repeats 3",
     ),
 )
-@click.option("--row-mib", default=16.0, show_default=True, type=click.FloatRange(0.1), help="Size of a row in MiB.")
+@click.option("--row-mib", default=16.0, show_default=True, type=FiniteRange(0.1), help="Size of a row in MiB.")
 @click.option("--rows", default=24, show_default=True, type=click.IntRange(1), help="Rows of one measurement.")
 @click.option(
     "--repeats",

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dflash_mp.options import Command, Group, config_options, load, log_options, start_logs
+from dflash_mp.options import Command, FiniteRange, Group, config_options, load, log_options, start_logs
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,7 @@ log = logging.getLogger(__name__)
 @click.option(
     "--vary-lengths", "vary", default=0.0, show_default=True, help="Share of micro-batches of another length."
 )
-@click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), help="Stop after so long; default: train.steps."
-)
+@click.option("--seconds", type=FiniteRange(min=0, min_open=True), help="Stop after so long; default: train.steps.")
 @click.option("--gpus", help="GPUs of the drafters in turn, such as 0 or 0,1; default: the first.")
 @click.option("--backend", help="What compiles the layers; default: inductor on CUDA, aot_eager on a CPU.")
 def threads(config_file: Path, overrides: tuple[str, ...], **options: Any) -> None:
@@ -67,9 +65,9 @@ def threads(config_file: Path, overrides: tuple[str, ...], **options: Any) -> No
 @click.option("--mode", "modes", multiple=True, help="A guard, or processes; may be repeated. Default: all.")
 @click.option("--drafters", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--gpus", help="GPUs of the drafters in turn, such as 0 or 0,1; default: the first.")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Time of each mode.")
+@click.option("--seconds", type=FiniteRange(min=0, min_open=True), help="Time of each mode.")
 @click.option("--steps", type=click.IntRange(1), help="Steps of each drafter, instead of a time.")
-@click.option("--vary-lengths", "vary", type=click.FloatRange(0, 1), help="Share of micro-batches of another length.")
+@click.option("--vary-lengths", "vary", type=FiniteRange(0, 1), help="Share of micro-batches of another length.")
 @click.option(
     "--out", default="compare", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="Directory."
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, load, optional_config_options
+from dflash_mp.options import Command, FiniteRange, load, optional_config_options
 
 
 @click.command(
@@ -21,7 +21,7 @@ from dflash_mp.options import Command, load, optional_config_options
 @optional_config_options("YAML file of a run.")
 @click.option(
     "--rows-per-second",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Rows/s that the stream shall carry; default: what the drafters of this run could take when it ran last.",
 )
 @click.option(

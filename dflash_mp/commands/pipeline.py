@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dflash_mp.options import Command, NewFile
+from dflash_mp.options import Command, FiniteRange, NewFile
 
 
 @click.command(
@@ -23,12 +23,14 @@ from dflash_mp.options import Command, NewFile
 @click.option("--case", default="tiny", show_default=True, help="Target and drafter. An unknown one lists all.")
 @click.option("--feeders", default="cpu", show_default=True, help="Device of each feeder: cpu or cuda:N, by commas.")
 @click.option("--drafters", default="cpu", show_default=True, help="Device of each drafter; the same may appear again.")
-@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1), help="Of the whole run.")
-@click.option("--alone-seconds", default=15.0, show_default=True, type=click.FloatRange(1), help="Of each side alone.")
-@click.option("--kill-feeder-at", type=float, metavar="SECONDS", help="Kill feeder 0 then, and start it again.")
+@click.option("--seconds", default=60.0, show_default=True, type=FiniteRange(1), help="Of the whole run.")
+@click.option("--alone-seconds", default=15.0, show_default=True, type=FiniteRange(1), help="Of each side alone.")
+@click.option(
+    "--kill-feeder-at", type=FiniteRange(0), metavar="SECONDS", help="Kill feeder 0 then, and start it again."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option of the run.")
 @click.option(
-    "--start-seconds", default=240.0, show_default=True, type=click.FloatRange(1), help="Longest wait for a start."
+    "--start-seconds", default=240.0, show_default=True, type=FiniteRange(1), help="Longest wait for a start."
 )
 @click.option("--out", type=NewFile(), help="Write the figures as JSON, too, after each phase.")
 @click.option(
@@ -83,7 +85,7 @@ def end_to_end(
         "dflash-mp bench rows --row-mib 1 --rows 8 --feeder cpu --drafter cpu",
     ),
 )
-@click.option("--row-mib", default=64.0, show_default=True, type=click.FloatRange(0.1), help="Size of a row in MiB.")
+@click.option("--row-mib", default=64.0, show_default=True, type=FiniteRange(0.1), help="Size of a row in MiB.")
 @click.option("--rows", default=64, show_default=True, type=click.IntRange(1), help="Rows of one measurement.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Measurements of each way.")
 @click.option("--feeder", default="cuda:0", show_default=True, help="The target's device: cuda:N, or cpu to try it.")

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from dflash_mp.options import Command
+from dflash_mp.options import Command, FiniteRange
 
 
 @click.command(
@@ -32,7 +32,7 @@ def fuzz(messages: int, seed: int) -> None:
 @click.option(
     "--rounds", default=7, show_default=True, type=click.IntRange(1), help="Pairs of windows for each attack."
 )
-@click.option("--seconds", default=0.5, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a window.")
+@click.option("--seconds", default=0.5, show_default=True, type=FiniteRange(0, min_open=True), help="Of a window.")
 @click.option("--transport", default="tcp", show_default=True, type=click.Choice(["tcp", "ipc"]))
 @click.option("--attack", "attacks", multiple=True, help="One of them; may be repeated. Default: all.")
 def hostile(rounds: int, seconds: float, transport: str, attacks: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from dflash_mp.options import Command, log_options, start_logs
+from dflash_mp.options import Command, FiniteRange, log_options, start_logs
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ _THERE = ("concurrency", "attempts", "request_seconds", "api_key_env")
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help=".jsonl file of answers.")
 @click.option("--max-new-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Longest answer.")
 @click.option("--max-prompt-tokens", type=click.IntRange(1), help="Longer prompts get no answer; default: what fits.")
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: greedy.")
-@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="1: off.")
+@click.option("--temperature", default=0.0, show_default=True, type=FiniteRange(0), help="0: greedy.")
+@click.option("--top-p", default=1.0, show_default=True, type=FiniteRange(0, 1, min_open=True), help="1: off.")
 @click.option("--top-k", default=0, show_default=True, type=click.IntRange(0), help="0: off.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, (1 << 63) - 1), help="Of the sampling.")
 @click.option(
@@ -70,7 +70,7 @@ _THERE = ("concurrency", "attempts", "request_seconds", "api_key_env")
     "--request-seconds",
     default=600.0,
     show_default=True,
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="For an answer.",
 )
 @click.option(

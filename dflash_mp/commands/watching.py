@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_mp.options import Command, load, optional_config_options
+from dflash_mp.options import Command, FiniteRange, load, optional_config_options
 
 
 @click.command(
@@ -27,7 +27,7 @@ from dflash_mp.options import Command, load, optional_config_options
     "--seconds",
     default=2.0,
     show_default=True,
-    type=click.FloatRange(0.1),
+    type=FiniteRange(0.1),
     help="Between two readings, which rates are taken from.",
 )
 def top(

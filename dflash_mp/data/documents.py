@@ -187,7 +187,7 @@ def _with_object(call: Any) -> Any:
         return call
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"the arguments of the tool call {call.get('name')} are not a JSON object: {arguments[:80]}")
@@ -247,8 +247,8 @@ def tools_of(record: Record) -> list[dict[str, Any]] | None:
     if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{record.place}: tools is not valid JSON: {error.msg}", "fix the record") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{record.place}: tools is not valid JSON: {error}", "fix the record") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -109,6 +109,8 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
         raise DataError(f"{place}: not valid JSON: {error.msg} at column {error.colno}", "fix the line") from None
     except RecursionError:
         raise DataError(f"{place}: JSON is nested too deeply", "fix the line") from None
+    except ValueError as error:  # Python reads no number of thousands of digits
+        raise DataError(f"{place}: not valid JSON: {error}", "fix the line") from None
     if not isinstance(fields, dict):
         raise DataError(f"{place}: a record must be a JSON object, not {type(fields).__name__}", "fix the line")
     return fields

@@ -215,7 +215,7 @@ def _refuse_other_run(
 def _say_what_changed(loaded: Checkpoint, directory: Path, config: RunConfig) -> None:
     """Warn of options that lead to other weights than the run would have had. An option that the checkpoint doesn't know is not among them."""
     there, here = loaded.state["config"], config.model_dump(mode="json")
-    lines = [] if there["seed"] == here["seed"] else [f"seed {here['seed']}, not {there['seed']}"]
+    lines = []
     for name, only_for in _STEERING.items():
         old, new = there["train"].get(name, here["train"][name]), here["train"][name]
         if old != new and (only_for is None or here["train"][only_for[0]] in only_for[1]):

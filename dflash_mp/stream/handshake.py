@@ -57,7 +57,7 @@ def refusal(hello: Hello, plan: StreamPlan, run: str) -> Refused | None:
             reason(
                 f"the drafter is bound to other rows (drafter = here, feeder = there): {'; '.join(differences)}",
             ),
-            "serve the dataset and target that the checkpoint was trained on, or start a new run_dir",
+            "restore the options, dataset and target that the checkpoint was trained with, or start a new run_dir",
         )
     return None
 

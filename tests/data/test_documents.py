@@ -75,9 +75,10 @@ def test_arguments_of_tool_calls_become_objects() -> None:
         assert document.messages is not None
         wanted = [wrap({"name": "f", "arguments": value}) for value in ({"x": 1}, {})]
         assert document.messages[1]["tool_calls"] == wanted
-    bad = [{"function": {"name": "f", "arguments": "{x"}}]
-    with pytest.raises(DataError, match=r"chats\.jsonl:3: message 2 .* call f are not a JSON object"):
-        _document({"messages": [QUESTION, {**ANSWER, "tool_calls": bad}]})
+    for text in ("{x", "[" * 100_000, '{"n": ' + "9" * 6000 + "}"):
+        bad = [{"function": {"name": "f", "arguments": text}}]
+        with pytest.raises(DataError, match=r"chats\.jsonl:3: message 2 .* call f are not a JSON object"):
+            _document({"messages": [QUESTION, {**ANSWER, "tool_calls": bad}]})
 
 
 def test_reasoning_under_its_newer_name_is_reasoning() -> None:
@@ -129,6 +130,8 @@ def test_blanks_around_a_text_do_not_make_another_document() -> None:
         ({"prompt": 3, "response": "a"}, "prompt is int, not a text"),
         ({"text": ["t"]}, "text is list, not a text"),
         ({"messages": [QUESTION, ANSWER], "tools": "{"}, "tools is not valid JSON"),
+        ({"messages": [QUESTION, ANSWER], "tools": "[" * 100_000}, "tools is not valid JSON"),
+        ({"messages": [QUESTION, ANSWER], "tools": "[" + "9" * 6000 + "]"}, "tools is not valid JSON"),
         ({"messages": [QUESTION, ANSWER], "tools": {"a": 1}}, "tools must be a list of objects"),
     ],
 )

@@ -82,6 +82,7 @@ def test_blank_lines_a_byte_order_mark_and_a_missing_last_line_end_are_fine(tmp_
         (b'{"text": "\xff"}', r"texts\.jsonl:4: not UTF-8 \(byte 11 of the line\)"),
         (b'["a"]', r"texts\.jsonl:4: a record must be a JSON object, not list"),
         (b"[" * 100_000, r"texts\.jsonl:4: (JSON is nested too deeply|not valid JSON)"),
+        (b'{"text": "a", "n": ' + b"9" * 6000 + b"}", r"texts\.jsonl:4: not valid JSON: Exceeds the limit"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
