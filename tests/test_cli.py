@@ -50,9 +50,8 @@ def test_a_number_that_is_none_is_refused(words: tuple[str, ...]) -> None:
     for option in command_named(words).params:
         if isinstance(option.type, (click.FloatRange, type(click.FLOAT))):
             for number in ("nan", "inf"):
-                done = CliRunner().invoke(main, [*words, option.opts[0], number])
-                assert done.exit_code == 2
-                assert f"Invalid value for '{option.opts[0]}'" in done.output
+                with pytest.raises(click.BadParameter):
+                    option.type.convert(number, option, None)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

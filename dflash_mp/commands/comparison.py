@@ -33,7 +33,12 @@ log = logging.getLogger(__name__)
     help="From the run's feeders, from a target in this process, or made without a target.",
 )
 @click.option(
-    "--vary-lengths", "vary", default=0.0, show_default=True, help="Share of micro-batches of another length."
+    "--vary-lengths",
+    "vary",
+    default=0.0,
+    show_default=True,
+    type=FiniteRange(0, 1),
+    help="Share of micro-batches of another length.",
 )
 @click.option("--seconds", type=FiniteRange(min=0, min_open=True), help="Stop after so long; default: train.steps.")
 @click.option("--gpus", help="GPUs of the drafters in turn, such as 0 or 0,1; default: the first.")
