@@ -32,6 +32,7 @@ from dflash_mp.stream.socket_directory import remove_if_empty
 from dflash_mp.supervisor import Part, supervise
 
 log = logging.getLogger(__name__)
+_WIDEST = 48  # characters of a value that the others are lined up with
 
 
 def run(
@@ -95,7 +96,7 @@ def plan(loaded: LoadedConfig, overrides: tuple[str, ...], profile: tuple[str, .
 def describe_plan(loaded: LoadedConfig, overrides: tuple[str, ...], profile: tuple[str, ...] = ()) -> Iterator[str]:
     """Lines for `--plan`: every option with its value and source, then the commands."""
     rows = list(describe_config(loaded))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    widths = [max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST) for column in (0, 1)]
     yield f"{'option':{widths[0]}}  {'value':{widths[1]}}  source"
     for key, value, source in rows:
         yield f"{key:{widths[0]}}  {value:{widths[1]}}  {source}"

@@ -81,6 +81,14 @@ def build_trainer(
     if world.rank == 0:
         for fallback in arithmetic.fallbacks(model, objective, options, device):
             log.warning("%s", fallback)
+        if options.anchors_per_row >= plan.data.row_tokens:
+            log.warning(
+                "train.anchors_per_row is %d, but a row of %d tokens has %d anchors at most: the other blocks are empty, and take the "
+                "time and the memory of full ones",
+                options.anchors_per_row,
+                plan.data.row_tokens,
+                plan.data.row_tokens - 1,
+            )
     optimizer = MasterAdamW(model.named_parameters(), options)
     step = _restore(optimizer, shape, config, plan, world, resume)
     if compiles(options, device):

@@ -215,6 +215,16 @@ def test_resuming_with_options_that_lead_elsewhere_says_which(tmp_path: Path, ca
     ]
 
 
+def test_more_anchors_than_a_row_has_tokens_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = SyntheticRows()
+    tokens = make_trainer(make_config(tmp_path, steps=1), rows).plan.data.row_tokens
+    for anchors, warned in ((tokens - 1, False), (tokens, True)):
+        caplog.clear()
+        make_trainer(make_config(tmp_path, steps=1, anchors_per_row=anchors), rows)
+        said = f"train.anchors_per_row is {anchors}, but a row of {tokens} tokens has {tokens - 1} anchors at most"
+        assert (said in caplog.text) is warned
+
+
 def test_resuming_on_another_stream_spells_out_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
