@@ -9,6 +9,7 @@ reports its own error first.
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,12 +133,15 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
     # Dynamo would cut what is compiled where one of DDP's buckets ends, in the middle of a layer. Layers are compiled one by one: that
     # alone lets reduction overlap with the backward pass.
     torch._dynamo.config.optimize_ddp = False
-    parallel = DistributedDataParallel(
-        module,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # each rank has the same: how fp8 rounds weights
-    )
+    with warnings.catch_warnings():
+        # What newer versions name instead is not in the older ones.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        parallel = DistributedDataParallel(
+            module,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # each rank has the same: how fp8 rounds weights
+        )
     parallel.register_comm_hook(None, _sum_gradients)
     return parallel
 

@@ -100,6 +100,7 @@ def test_one_command_trains_to_the_end(undisturbed: Path) -> None:
     config = load_config(undisturbed / "config.yaml").config
     sockets = config.feeder_endpoints()[0].removeprefix("ipc://")
     assert not Path(sockets).parent.exists()
+    assert "broadcast_buffers" not in (undisturbed / "logs" / "drafters.log").read_text()
 
 
 def test_stopped_and_started_again_it_ends_with_the_same_weights(
