@@ -26,6 +26,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     f"the key {key.value} is given twice, first", seen[key.value], "then", key.start_mark
@@ -115,6 +117,8 @@ def _parse(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # as its constructors come upon it
+        raise ValueError(f"a value is not what its tag says: {error}") from None
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

@@ -210,7 +210,9 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> N
     assert "key steps is given twice" in refusal(write(tmp_path, SMALLEST), "train={steps: 1, steps: 2}")
 
 
-@pytest.mark.parametrize("text", ["a: !!int x", "a: " + "[" * 5000, "a: &b [*b", "a: \0"])
+@pytest.mark.parametrize(
+    "text", ["a: !!int x", "a: !!bool x", "a: !!timestamp x", "a: {[b]: c}", "a: " + "[" * 5000, "a: &b [*b", "a: \0"]
+)
 def test_what_yaml_cannot_read_is_one_error(tmp_path: Path, text: str) -> None:
     assert "is not valid YAML" in refusal(write(tmp_path, text))
     assert "is not valid YAML" in refusal(write(tmp_path, SMALLEST), f"train.steps={text[3:]}")
