@@ -97,7 +97,7 @@ def describe_config(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = _parse(file.read_text(encoding="utf-8"))
+        tree = _parse(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {file}: {error.strerror}", "check the path given with --config"
@@ -109,10 +109,12 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return tree
 
 
-def _parse(text: str) -> Any:
-    """What `text`, in YAML, says. Raises `ValueError`."""
+def _parse(text: str, name: str) -> Any:
+    """What `text`, in YAML, says. Raises `ValueError`, which says where in `name`."""
     try:
-        return _Loader(text).get_single_data()
+        loader = _Loader(text)
+        loader.name = name
+        return loader.get_single_data()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.YAMLError as error:
@@ -126,7 +128,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text!r} is not of the form section.key=value", "for example --set train.steps=100")
     try:
-        return key, _parse(value)
+        return key, _parse(value, f"--set {key}")
     except ValueError as error:
         raise ConfigError(f"--set {key}: the value {value!r} is not valid YAML: {error}", "quote it") from None
 

@@ -29,7 +29,7 @@ from dflash_mp.target.load import load_target
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("feed")
     file = make_tiny_run(directory)
-    file.write_text(file.read_text() + "stream: {window_mib: 4}\nseed: 3\n")
+    file.write_text(file.read_text().replace("seed: 0\n", "seed: 3\n") + "stream: {window_mib: 4}\n")
     text = file.read_text().replace(
         "feed:\n", f"feed:\n  endpoints: ['ipc://{directory}/f.sock']\n  stats_seconds: 0.2\n"
     )
