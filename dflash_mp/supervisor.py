@@ -33,7 +33,7 @@ _TICK_SECONDS = 0.1
 _KILL_SECONDS = 10.0
 _TAIL_LINES = 12
 _TAIL_BYTES = 16384
-# Trying again changes nothing about these.
+# These come again until something is changed: the configuration, a file, the room on a disk.
 _LASTING = tuple(error.exit_code for error in (ConfigError, DataError, TargetError, CheckpointError))
 
 
@@ -230,10 +230,12 @@ def _kill_all(mark: str, running: Sequence[Running]) -> None:
 
 
 def _failure(failed: Running, code: int) -> PartFailed:
-    again = "fails again: the last lines say what to change" if code in _LASTING else "resumes from the last checkpoint"
+    then = "the same command resumes from the last checkpoint"
+    if code in _LASTING:
+        then = "once what the last lines ask for is changed, the same command goes on"
     return PartFailed(
         f"{failed.part.name} failed (exit code {code}); the last lines:\n{failed.last_lines()}",
-        f"all of the log is in {failed.part.log}; the same command {again}",
+        f"all of the log is in {failed.part.log}; {then}",
         code,
     )
 

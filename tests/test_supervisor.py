@@ -67,7 +67,7 @@ def test_what_fails_again_is_not_said_to_resume(tmp_path: Path, code: int) -> No
     with supervised(part(tmp_path, "feeder 0", shell(f"exit {code}"))) as run:
         _, output = run.finish()
     assert f"feeder 0 failed (exit code {code}); the last lines:" in output
-    assert "; the same command fails again: the last lines say what to change" in output
+    assert "; once what the last lines ask for is changed, the same command goes on" in output
     assert "resumes" not in output
 
 

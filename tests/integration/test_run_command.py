@@ -140,7 +140,7 @@ def test_what_a_drafter_cannot_do_is_the_exit_code_and_the_last_words_of_the_run
     assert code == 6, output
     assert "drafters failed (exit code 6)" in output
     assert "layers" in output.split("the last lines:")[1]
-    assert "the same command fails again" in output
+    assert "once what the last lines ask for is changed, the same command goes on" in output
     assert "Traceback" not in output
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import operator
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,19 +124,19 @@ def test_an_idle_feeder_takes_over_what_another_brings_late_and_only_that() -> N
 
 
 def test_a_slow_feeder_costs_no_more_than_its_share(tmp_path: Path) -> None:
-    """Against the fast one alone, in turn, several times; the best of each, for other work on this machine may slow either."""
+    """Against the fast one alone, in turn; the median of several times, for other work on this machine may slow either."""
     rows, fast, slow = 30, Behaviour(seconds_per_row=0.02), Behaviour(seconds_per_row=0.2)
     with feeders(
         FeederProcess(ipc(tmp_path, "fast"), behaviour=fast), FeederProcess(ipc(tmp_path, "slow"), behaviour=slow)
     ) as both:
-        best = {1: math.inf, 2: math.inf}
+        spent: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(5):
-            for count in best:
+            for count, seconds in spent.items():
                 with client_of([feeder.endpoint for feeder in both[:count]], rows=4) as client:
                     client.connect()
                     client.schedule(iter(keys(0, 10 + rows)))
                     list(take_all(client, keys(0, 10)))
                     started = time.monotonic()
                     assert len(list(take_all(client, keys(10, 10 + rows)))) == rows
-                    best[count] = min(best[count], time.monotonic() - started)
-    assert best[1] / best[2] > 0.8  # 1.1 would be perfect; without forecasts and takeovers it is 0.3
+                    seconds.append(time.monotonic() - started)
+    assert statistics.median(map(operator.truediv, spent[1], spent[2])) > 0.8  # 1.1 would be perfect; without forecasts and takeovers it is 0.3
